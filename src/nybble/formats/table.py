@@ -120,6 +120,7 @@ _register(MXINT8_ELEMENT, TERNARY, BINARY, NF4, FP4BNB, FP16, BF16, FP32)
 
 _register(
     mx("mxfp4", E2M1),
+    BlockFormat("mxfp4_encode", E2M1, (1, 32), E8M0, "encode_centric", "arXiv 2509.17791", tensor_scale=FP32),
     mx("mxfp6_e2m3", E2M3),
     mx("mxfp6_e3m2", E3M2),
     mx("mxfp8_e4m3", E4M3),

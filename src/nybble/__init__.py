@@ -1,0 +1,49 @@
+"""nybble: how few bits can your model take, and is it really faster on your machine?
+
+Public names are resolved when first used, so that `import nybble` loads neither torch nor any compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nybble import formats as formats
+    from nybble import ops as ops
+    from nybble.methods import quantize_ as quantize_
+    from nybble.models import load as load
+    from nybble.models import save as save
+    from nybble.quantize import QuantTensor as QuantTensor
+    from nybble.quantize import dequantize as dequantize
+    from nybble.quantize import quantize as quantize
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "QuantTensor": "nybble.quantize.tensor",
+    "dequantize": "nybble.quantize.api",
+    "quantize": "nybble.quantize.api",
+    "quantize_": "nybble.methods",
+    "load": "nybble.models",
+    "save": "nybble.models",
+}
+_PACKAGES = ("formats", "ops")
+
+__all__ = ["QuantTensor", "__version__", "dequantize", "formats", "load", "ops", "quantize", "quantize_", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    # `nybble.quantize` is the function; the package of that name is reached by `from nybble.quantize import …`.
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _PACKAGES:
+        value = import_module(f"nybble.{name}")
+    else:
+        raise AttributeError(f"module 'nybble' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,67 @@
+"""Cutting a matrix into the blocks that share a scale, and spreading the scales back over it.
+
+A block format shares scales over (rows, columns) of the last two axes. `cut` views [..., N, K] as
+[..., N', rows, K', columns], padding with zeros where a side does not divide: zeros change neither a largest
+magnitude nor an extreme that includes zero. A vector is a matrix of one row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nybble.formats.spec import BlockFormat
+
+Shape = tuple[int, ...]
+
+
+def sides(fmt: BlockFormat, shape: Shape) -> tuple[int, int]:
+    """The block's (rows, columns) for a tensor of `shape`, whole axes filled in."""
+    n, k = matrix(shape)[-2:]
+    rows, columns = fmt.block
+    return rows or max(n, 1), columns or max(k, 1)
+
+
+def matrix(shape: Shape) -> Shape:
+    """`shape` with at least two axes."""
+    return (1, *shape) if len(shape) == 1 else tuple(shape)
+
+
+def scale_shape(fmt: BlockFormat, shape: Shape) -> Shape:
+    """The shape of the block scales of a tensor of `shape`: [..., ceil(N/rows), ceil(K/columns)]."""
+    *lead, n, k = matrix(shape)
+    rows, columns = sides(fmt, shape)
+    return (*lead, -(-n // rows), -(-k // columns))
+
+
+def cut(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """[..., N, K] as blocks [..., N', rows, K', columns], padded with zeros at the ends."""
+    *lead, n, k = matrix(tuple(x.shape))
+    rows, columns = sides(fmt, tuple(x.shape))
+    x = x.reshape(*lead, n, k)
+    if n % rows or k % columns:
+        x = torch.nn.functional.pad(x, (0, -k % columns, 0, -n % rows))
+    return x.reshape(*lead, -(-n // rows), rows, -(-k // columns), columns)
+
+
+def join(blocks: Tensor, shape: Shape) -> Tensor:
+    """Blocks back to a tensor of `shape`, the padding cut off."""
+    *lead, n, k = matrix(shape)
+    flat = blocks.flatten(-2).flatten(-3, -2)
+    return flat[..., :n, :k].reshape(shape)
+
+
+def per_block(scale: Tensor) -> Tensor:
+    """Scales [..., N', K'] shaped to broadcast over blocks [..., N', rows, K', columns]."""
+    return scale[..., :, None, :, None]
+
+
+def expand(scale: Tensor, fmt: BlockFormat, shape: Shape) -> Tensor:
+    """Scales [..., N', K'] spread over a tensor of `shape`."""
+    rows, columns = sides(fmt, shape)
+    *_, n, k = matrix(shape)
+    if scale.shape[-1] > 1 or k == 0:
+        scale = scale.repeat_interleave(columns, -1)[..., :k]
+    if scale.shape[-2] > 1 or n == 0:
+        scale = (scale if rows == 1 else scale.repeat_interleave(rows, -2))[..., :n, :]
+    return scale.expand(matrix(shape)).reshape(shape)
