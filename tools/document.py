@@ -34,7 +34,8 @@ def number(value: float) -> str:
 def coding(fmt: ElementFormat) -> str:
     """How an element's bits are read, in a phrase."""
     if isinstance(fmt, FloatFormat):
-        fields = f"{'sign, ' if fmt.signed else ''}{fmt.exponent_bits} exponent (bias {fmt.bias}), {fmt.mantissa_bits} mantissa"
+        sign = "sign, " if fmt.signed else ""
+        fields = f"{sign}{fmt.exponent_bits} exponent (bias {fmt.bias}), {fmt.mantissa_bits} mantissa"
         return f"{fields}; {SPECIALS[fmt.specials]}"
     if isinstance(fmt, IntFormat):
         unit = f" times 2^-{fmt.fraction_bits}" if fmt.fraction_bits else ""
