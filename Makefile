@@ -15,9 +15,9 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(STAMP)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	@failed=0; for step in "ruff check ." "ruff format --check ." mypy; do \
+		echo "$$step"; $(VENV)/bin/$$step || failed=1; \
+	done; exit $$failed
 
 docs: $(STAMP)
 	$(VENV)/bin/python tools/document.py
