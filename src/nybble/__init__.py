@@ -23,18 +23,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "QuantTensor": "nybble.quantize.tensor",
     "dequantize": "nybble.quantize.api",
-    "quantize": "nybble.quantize.api",
     "quantize_": "nybble.methods",
     "load": "nybble.models",
     "save": "nybble.models",
 }
-_PACKAGES = ("formats", "ops")
+_PACKAGES = ("formats", "ops", "quantize")
 
 __all__ = ["QuantTensor", "__version__", "dequantize", "formats", "load", "ops", "quantize", "quantize_", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    # `nybble.quantize` is the function; the package of that name is reached by `from nybble.quantize import …`.
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
     elif name in _PACKAGES:

@@ -157,7 +157,7 @@ def _assemble(
     if lead and len(pieces) > 1:
         scale = scale.unflatten(0, (*lead, -1))
         zero_point = None if zero_point is None else zero_point.unflatten(0, (*lead, -1))
-    scale, zero_point = layout.pack_scales(scale, zero_point)
+    scale, zero_point = layout.pack_scales(scale, zero_point, fmt, shape)
     if layout == DENSE:  # rows are independent: pack while a piece is in the cache
         packed = torch.cat([layout.pack(piece[0], bits) for piece in pieces])
     else:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from nybble.errors import UnknownName
+from nybble.formats.spec import BlockFormat
 
 Shape = tuple[int, ...]
+Scales = tuple[Tensor, Tensor | None]
 _LAYOUTS: dict[str, Layout] = {}
 
 
@@ -34,11 +37,11 @@ class Layout:
         """The uint8 codes of logical `shape` [..., N, K]; the inverse of `pack`."""
         raise NotImplementedError
 
-    def pack_scales(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Storage for block scales [..., N', K'] and zero points of the same shape."""
+    def pack_scales(self, scale: Tensor, zero_point: Tensor | None, fmt: BlockFormat, shape: Shape) -> Scales:
+        """Storage for block scales [..., N', K'] and zero points of the same shape, of a tensor of `shape`."""
         return scale, zero_point
 
-    def unpack_scales(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def unpack_scales(self, scale: Tensor, zero_point: Tensor | None, fmt: BlockFormat, shape: Shape) -> Scales:
         """The inverse of `pack_scales`."""
         return scale, zero_point
 
@@ -80,6 +83,8 @@ class BitStream(Layout):
     high_first: bool = False
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
+        if bits == 8 and self == DENSE:
+            return codes.contiguous()
         if self.offset:
             codes = codes ^ (1 << bits - 1)
         size = self._row_bytes(codes.shape[-1], bits)
@@ -91,6 +96,8 @@ class BitStream(Layout):
         return packed if self.word == 1 else packed.view(torch.int32)
 
     def unpack(self, packed: Tensor, shape: Shape, bits: int) -> Tensor:
+        if bits == 8 and self == DENSE:
+            return packed.view(shape)
         stream = packed.contiguous().view(torch.uint8)
         group, group_bytes = _group(bits)
         groups = math.ceil(shape[-1] / group)
@@ -110,7 +117,7 @@ class BitStream(Layout):
         if group_bytes == 1:
             slots = self._slots(8 // bits)
             parts = [grouped[..., i] << (bits * slot) for i, slot in enumerate(slots)]
-            return torch.stack(parts).sum(0, dtype=torch.uint8)[..., None] if len(parts) > 2 else (parts[0] | parts[1])[..., None]
+            return reduce(torch.bitwise_or, parts)[..., None]
         shifts = torch.arange(grouped.shape[-1], device=grouped.device) * bits
         joined = (grouped.to(torch.int64) << shifts).sum(-1, keepdim=True)
         return (joined >> 8 * torch.arange(group_bytes, device=grouped.device) & 0xFF).to(torch.uint8)

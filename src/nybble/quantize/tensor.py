@@ -73,7 +73,7 @@ class QuantTensor:
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
         """(effective scales e as float32 [..., N', K'], zero points or None) in the plain arrangement."""
-        scale, zero_point = self.layout.unpack_scales(self.scale, self.zero_point)
+        scale, zero_point = self.layout.unpack_scales(self.scale, self.zero_point, self.format, self.shape)
         effective = elements.decode(self.format.scale, scale)
         return (effective if self.tensor_scale is None else effective * self.tensor_scale), zero_point
 
@@ -92,7 +92,8 @@ class QuantTensor:
         """The same codes and scales in another layout."""
         if layout == self.layout:
             return self
-        scale, zero_point = layout.pack_scales(*self.layout.unpack_scales(self.scale, self.zero_point))
+        plain = self.layout.unpack_scales(self.scale, self.zero_point, self.format, self.shape)
+        scale, zero_point = layout.pack_scales(*plain, self.format, self.shape)
         codes = layout.pack(self.unpack(), self.format.element.bits)
         return replace(self, codes=codes, scale=scale, zero_point=zero_point, layout=layout)
 

@@ -1,0 +1,164 @@
+"""CUDA C++ compiled at run time: no toolkit and no nvcc, only the NVRTC library that torch's CUDA wheels bring along.
+
+`compile` turns one of our `.cu` files into a cubin for one architecture. It needs no GPU, so every kernel can be
+compiled anywhere. Cubins are kept in the user's cache folder under a digest of everything that decides the result:
+the sources, the definitions, the architecture and the compiler's version. A file appears there whole or not at all.
+
+`Kernel.launch` starts one on torch's current stream. It neither allocates nor synchronises, so it may be captured in
+a CUDA graph. Nothing here happens at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nybble.errors import NybbleError
+
+Defines = Mapping[str, int]
+DEFAULT_DYNAMIC_SHARED = 48 * 1024
+"""Bytes of dynamic shared memory that a kernel may use without asking for more."""
+
+
+class CompileError(NybbleError, RuntimeError):
+    """NVRTC refused a source; the message holds its log."""
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $NYBBLE_CACHE, else $XDG_CACHE_HOME/nybble, else ~/.cache/nybble."""
+    chosen = os.environ.get("NYBBLE_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(chosen) if chosen else base / "nybble") / "cubins"
+
+
+def available() -> str | None:
+    """Why nothing can be compiled here, or None when it can."""
+    try:
+        version()
+    except (ImportError, RuntimeError) as error:
+        return f"NVRTC cannot be used here ({error}); pip install 'nybble[cuda]' brings it"
+    return None
+
+
+@lru_cache(maxsize=1)
+def version() -> tuple[int, int]:
+    """NVRTC's version."""
+    from cuda.bindings import nvrtc
+
+    return tuple(_check(nvrtc.nvrtcVersion()))
+
+
+def compile(source: Path, defines: Defines, arch: str) -> bytes:
+    """The cubin of `source` for `arch` ("90a"), from the cache if it is there.
+
+    Args:
+        source: a .cu file; the .cuh files beside it can be included.
+        defines: macro definitions.
+        arch: the compute capability's digits, with the suffix of architecture-specific features where wanted.
+
+    Raises:
+        CompileError: with the compiler's log.
+    """
+    headers = {path.name: path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "--fmad=true", "-lineinfo"]
+    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    text = source.read_text()
+    digest = hashlib.sha256(repr((text, headers, options, version())).encode()).hexdigest()
+    cached = cache_folder() / f"{source.stem}-sm_{arch}-{digest[:32]}.cubin"
+    if cached.exists():
+        return cached.read_bytes()
+    cubin = _compile(text, source.name, headers, options)
+    _write(cached, cubin)
+    return cubin
+
+
+def _compile(text: str, name: str, headers: Mapping[str, str], options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    contents, names = [h.encode() for h in headers.values()], [n.encode() for n in headers]
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), contents, names))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise CompileError(f"{name} with {' '.join(options)}:\n{log.decode(errors='replace').rstrip(chr(0))}")
+        cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return bytes(cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of the file or none of it, whoever else writes it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status.value != 0:
+        raise RuntimeError(f"{type(status).__name__} {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, loaded in the current context."""
+
+    function: Any
+    library: Any
+
+    @staticmethod
+    def load(cubin: bytes, name: str, shared_bytes: int = 0) -> Kernel:
+        """The kernel `name` of a cubin, allowed `shared_bytes` of dynamic shared memory."""
+        from cuda.bindings import driver
+
+        library = _check(driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
+        function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode()))))
+        if shared_bytes > DEFAULT_DYNAMIC_SHARED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        return Kernel(function, library)
+
+    def launch(
+        self, grid: tuple[int, int], threads: int, shared_bytes: int, argument: ctypes.Structure, overlap: bool, stream: int
+    ) -> None:
+        """Start on a stream.
+
+        Args:
+            grid: blocks along x and y.
+            threads: a block's threads.
+            shared_bytes: dynamic shared memory of a block.
+            argument: the kernel's one argument.
+            overlap: whether the prologue may overlap the previous kernel's end (programmatic dependent launch).
+            stream: the CUDA stream's handle.
+        """
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(parameters), 0))

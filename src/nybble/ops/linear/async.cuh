@@ -1,0 +1,85 @@
+// Copies, matrix instructions and launch ordering, as PTX that exists from sm_80 on (sm_90 where marked).
+#pragma once
+
+__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Global to shared, asynchronously; 16 bytes skip L1.
+template <int BYTES> __device__ __forceinline__ void async_copy(void *to, const void *from) {
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void async_pieces(char *to, int lane, const char *from) {
+  constexpr int piece = BYTES < 16 ? BYTES : 16;
+#pragma unroll
+  for (int i = 0; i < BYTES / piece; ++i) async_copy<piece>(to + i * 32 * piece + lane * piece, from + i * piece);
+}
+__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int WORDS> __device__ __forceinline__ void read_words(u32 *to, const char *from) {
+  const u32 address = shared_address(from);
+  if (WORDS == 1)
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(to[0]) : "r"(address));
+  else if (WORDS == 2)
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
+  else
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address));
+}
+template <int BYTES> __device__ __forceinline__ void read_pieces(u32 *to, const char *from, int lane) {
+  constexpr int piece = BYTES < 16 ? BYTES : 16;
+#pragma unroll
+  for (int i = 0; i < BYTES / piece; ++i) read_words<piece / 4>(to + i * 4, from + i * 32 * piece + lane * piece);
+}
+
+// Four 8x8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(u32 *to, const char *from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(from)));
+}
+__device__ __forceinline__ void mma(float *d, const u32 *a, u32 b0, u32 b1) {
+#if X_FP16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Programmatic dependent launch: the next kernel of the stream may start its prologue now; our own results and the
+// previous kernel's are ordered by wait_for_previous, before which nothing that a kernel could have written is read.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Columns [first, end) of M tokens into shared rows of `stride` bytes, zeros up to `width` columns.
+__device__ __forceinline__ void load_x(char *to, int stride, const char *x, long long row, long long column, int M,
+                                       int first, int end, int width, int threads) {
+  const bool aligned = column == 1 && ((u64)x & 15) == 0 && (M == 1 || (row & 7) == 0);
+  const int pieces = width / 8;
+  for (int i = threadIdx.x; i < M * pieces; i += threads) {
+    const int token = i / pieces, k = first + i % pieces * 8;
+    char *slot = to + token * stride + i % pieces * 16;
+    const unsigned short *from = (const unsigned short *)x + token * row + k * column;
+    if (aligned && k + 8 <= end) {
+      async_copy<16>(slot, from);
+    } else {
+      for (int e = 0; e < 8; ++e) ((unsigned short *)slot)[e] = k + e < end ? from[e * column] : 0;
+    }
+  }
+}
