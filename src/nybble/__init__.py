@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nybble import formats as formats
+    from nybble import methods as methods
     from nybble import ops as ops
     from nybble.methods import quantize_ as quantize_
     from nybble.models import load as load
@@ -27,9 +28,11 @@ _HOMES = {
     "load": "nybble.models",
     "save": "nybble.models",
 }
-_PACKAGES = ("formats", "ops", "quantize")
+_PACKAGES = ("formats", "methods", "ops", "quantize")
 
-__all__ = ["QuantTensor", "__version__", "dequantize", "formats", "load", "ops", "quantize", "quantize_", "save"]
+__all__ = [
+    "QuantTensor", "__version__", "dequantize", "formats", "load", "methods", "ops", "quantize", "quantize_", "save",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

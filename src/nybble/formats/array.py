@@ -8,7 +8,7 @@ quotients, so it can differ from exact.py where the two sides agree to 2^-52.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ Codes = NDArray[np.int64]
 Uniform = float | Floats
 
 
-@lru_cache(maxsize=None)
+@cache
 def values(fmt: ElementFormat) -> Floats:
     """The value of every code of a format of up to 16 bits, in order of the codes, read-only."""
     if fmt.bits > 16:
@@ -142,7 +142,9 @@ def _encode_table(fmt: TableFormat, x: Floats, rounding: Rounding, u: Floats) ->
     t = (x - inner) / (outer - inner)
     # Midpoints are exact in float64 and quotients are not: which half x lies in is decided by comparing.
     beyond = (x - (inner + outer) / 2) * np.where(negative, -1, 1)
-    t = np.where(beyond > 0, np.maximum(t, np.nextafter(0.5, 1)), np.where(beyond < 0, np.minimum(t, np.nextafter(0.5, 0)), t))
+    t = np.where(
+        beyond > 0, np.maximum(t, np.nextafter(0.5, 1)), np.where(beyond < 0, np.minimum(t, np.nextafter(0.5, 0)), t)
+    )
     # At the upper end x is itself the outer neighbour: t = 1.
     up = np.where(t == 1, 1, _outward(rounding, t, (below + negative) % 2 == 0, negative, u))
     return codes[below + (up != negative)]

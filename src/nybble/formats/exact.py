@@ -30,7 +30,7 @@ from nybble.formats.table import FP32
 
 Rounding = Literal["nearest", "toward_zero", "down", "up", "stochastic", "stochastic_8bit"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
-Number = float | Fraction
+Number = int | float | Fraction
 
 
 def decode(fmt: ElementFormat, code: int) -> float:
@@ -76,7 +76,7 @@ def encode(
         raise UnknownName("rounding", rounding, ROUNDINGS)
     if math.isnan(x):
         return _nan_code(fmt)
-    negative = math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
+    negative = math.copysign(1, x) < 0 if isinstance(x, float) else x < 0
     if math.isinf(x):
         return _overflow(fmt, negative, saturate)
     exact = Fraction(x)

@@ -37,6 +37,9 @@ class ElementFormat:
     def __post_init__(self) -> None:
         _check(1 <= self.bits <= 32, f"{self.name}: {self.bits} bits, expected 1 to 32")
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def codes(self) -> int:
         """How many codes there are: 2^bits."""
@@ -239,6 +242,9 @@ class BlockFormat:
             not self.zero_point or isinstance(self.element, IntFormat),
             f"{self.name}: only integers have a zero point",
         )
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def target(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from nybble.errors import UnknownName
 from nybble.formats.spec import BlockFormat, ElementFormat, FloatFormat, IntFormat, TableFormat
@@ -132,8 +132,8 @@ _register(
         tensor_scale=FP32, scale_target=E4M3.max, zero_scale=1.0,
     ),
     BlockFormat("ufp4", E1M2, (1, 16), FP32, "amax", "arXiv 2606.20381"),
-    *(int_group(bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (32, 64, 128) for symmetric in (True, False)),
-    *(int_row(bits, by, symmetric) for bits in (2, 3, 4, 8) for by in ("channel", "token") for symmetric in (True, False)),
+    *(int_group(bits, group, sym) for bits in (2, 3, 4, 8) for group in (32, 64, 128) for sym in (True, False)),
+    *(int_row(bits, by, sym) for bits in (2, 3, 4, 8) for by in ("channel", "token") for sym in (True, False)),
     fp8("tensor", (None, None)),
     fp8("channel", (1, None)),
     fp8("token", (1, None)),
@@ -160,7 +160,7 @@ def _family(name: str) -> BlockFormat | None:
     return table_group(ELEMENTS[table], int(group)) if table else fp8(f"g{group}", (1, int(group)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def get(name: str) -> ElementFormat | BlockFormat:
     """The row called `name` (case and dashes do not matter); an unknown name raises UnknownName with the nearest."""
     key = name.lower().replace("-", "_")

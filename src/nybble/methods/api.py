@@ -115,7 +115,9 @@ def quantize_(
         for index, (name, linear) in enumerate(selection.linears.items()):
             weight = done.get(id(linear.weight))
             if weight is None:
-                weight = apply.apply(name, linear.weight, chosen, amax[name] if chosen.weight.tensor_scale else None, settings)
+                weight = apply.apply(
+                    name, linear.weight, chosen, amax[name] if chosen.weight.tensor_scale else None, settings
+                )
                 done[id(linear.weight)] = weight
             layer = QuantLinear(weight, linear.bias, chosen.activation, inputs.get(name))
             replace(model, linear, layer.prepare(linear.weight.dtype))

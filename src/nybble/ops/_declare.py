@@ -23,7 +23,7 @@ Promise = Literal["none", "run-to-run", "batch-invariant", "cross-machine"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near to the reference a result must be: ||y - ref|| / ||ref|| at most `limits[dtype of y]`, no NaN of its own.
+    """How near to the reference a result must be: ||y - ref|| / ||ref|| at most `limits[dtype of y]`.
 
     Scale-free; where the reference is zero the result must be zero, and where it is not finite the result must be
     the same non-finite value.
@@ -43,9 +43,7 @@ class Agreement:
     def check(self, y: Tensor, reference: Tensor, what: str) -> float:
         """The distance; raises Mismatch with shapes and values where it is beyond the limit."""
         if y.shape != reference.shape or y.dtype != reference.dtype:
-            raise Mismatch(
-                f"{what}: {y.dtype} {tuple(y.shape)}, expected {reference.dtype} {tuple(reference.shape)}"
-            )
+            raise Mismatch(f"{what}: {y.dtype} {tuple(y.shape)}, expected {reference.dtype} {tuple(reference.shape)}")
         distance, limit = self.distance(y, reference), self.limits[y.dtype]
         if not distance <= limit:
             worst = int((y.double() - reference.double()).abs().nan_to_num(float("inf")).argmax())

@@ -62,7 +62,9 @@ def quantize(
     check_rounding(rounding)
     stochastic = rounding.startswith("stochastic")
     if not x.is_floating_point() or x.ndim == 0:
-        raise BadInput(f"{name}: quantize takes a floating tensor with at least one axis, got {x.dtype} {tuple(x.shape)}")
+        raise BadInput(
+            f"{name}: quantize takes a floating tensor with at least one axis, got {x.dtype} {tuple(x.shape)}"
+        )
     if stochastic and seed is None:
         raise BadInput(f"rounding {rounding!r} needs a seed")
     if rule_name == "held" and tensor_amax is None:

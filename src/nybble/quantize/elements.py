@@ -8,7 +8,8 @@ cannot see the midpoint, search a list of thresholds.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def native_dtype(fmt: ElementFormat) -> torch.dtype | None:
     return _NATIVE.get(fmt.name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(fmt: ElementFormat, device: torch.device) -> Tensor:
     return torch.tensor(array.values(fmt), dtype=torch.float32, device=device)
 
@@ -113,7 +114,7 @@ def _encode_float(fmt: FloatFormat, x: Tensor, rounding: str, u: Tensor | None) 
     return ((sign & 1 << fmt.magnitude_bits) | magnitude).to(torch.uint8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pattern(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
@@ -127,12 +128,12 @@ def _grid(fmt: ElementFormat) -> list[tuple[float, int]]:
     return [(float(fmt.magnitude(code)), code) for code in range(fmt.max_code + 1)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _search_tables(fmt: ElementFormat, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Grid values (float64), the float32 thresholds of rounding to nearest, and the codes, by rank."""
     grid = _grid(fmt)
     up_at = []
-    for rank, ((low, _), (high, _)) in enumerate(zip(grid, grid[1:], strict=False)):
+    for rank, ((low, _), (high, _)) in enumerate(pairwise(grid)):
         middle = (low + high) / 2
         at = torch.tensor(middle, dtype=torch.float32)
         # The upper neighbour starts at the first float32 beyond the midpoint, or on it where its rank is even.

@@ -40,10 +40,12 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {}
 
 
-def _register(name: str, weight: str, activation: str | None = None, rule: str | None = None, preset: bool = False) -> None:
+def _register(
+    name: str, weight: str, activation: str | None = None, rule: str | None = None, preset: bool = False
+) -> None:
     if name in SCHEMES:
         raise ValueError(f"scheme {name!r} stands in the table twice")
-    SCHEMES[name] = Scheme(name, table.block(weight), activation and table.block(activation), rule, preset)
+    SCHEMES[name] = Scheme(name, table.block(weight), table.block(activation) if activation else None, rule, preset)
 
 
 def _preset(name: str, weight: str, activation: str | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,12 @@ class QuantTensor:
     @property
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by their names."""
-        named = {"codes": self.codes, "scale": self.scale, "tensor_scale": self.tensor_scale, "zero_point": self.zero_point}
+        named = {
+            "codes": self.codes,
+            "scale": self.scale,
+            "tensor_scale": self.tensor_scale,
+            "zero_point": self.zero_point,
+        }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
@@ -99,4 +105,5 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.parts.items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.parts.items()}
+        return replace(self, **moved)

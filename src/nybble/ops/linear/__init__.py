@@ -118,7 +118,16 @@ CASE_ACTIVATIONS = {
     "int8_channel": "int8_token", "int4_g128": "int8_token", "fp8_channel": "fp8_token", "fp8_block128": "fp8_g128",
     "nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8_e4m3": "mxfp8_e4m3", "ufp4": "ufp4",
 }  # fmt: skip
-CASE_SHAPES = ((0, 16, 32), (1, 1, 1), (3, 17, 129), (2, 15, 33), (1, 64, 128), (5, 48, 160), (17, 128, 256), (33, 33, 96))
+CASE_SHAPES = (
+    (0, 16, 32),
+    (1, 1, 1),
+    (3, 17, 129),
+    (2, 15, 33),
+    (1, 64, 128),
+    (5, 48, 160),
+    (17, 128, 256),
+    (33, 33, 96),
+)
 
 
 def cases(
