@@ -40,8 +40,8 @@ def decode(fmt: ElementFormat, code: int) -> float:
     if isinstance(fmt, TableFormat):
         return fmt.values[code]
     if isinstance(fmt, IntFormat):
-        value = code - fmt.codes if fmt.low < 0 and code >= fmt.codes >> 1 else code
-        return math.ldexp(value, -fmt.fraction_bits) if fmt.low <= value <= fmt.high else math.nan
+        integer = code - fmt.codes if fmt.low < 0 and code >= fmt.codes >> 1 else code
+        return math.ldexp(integer, -fmt.fraction_bits) if fmt.low <= integer <= fmt.high else math.nan
     if not isinstance(fmt, FloatFormat):
         raise TypeError(f"{fmt.name}: no definition for {type(fmt).__name__}")
     magnitude = code & ((1 << fmt.magnitude_bits) - 1)

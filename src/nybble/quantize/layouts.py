@@ -93,7 +93,9 @@ class BitStream(Layout):
         grouped = _pad(codes, groups * group).unflatten(-1, (groups, group))
         stream = grouped.squeeze(-1) if bits == 8 else self._join(grouped, bits, group_bytes).flatten(-2)
         packed = _pad(stream, size).contiguous()
-        return packed if self.word == 1 else packed.view(torch.int32)
+        if self.word == 1:
+            return packed
+        return packed.view(torch.int32) if size else packed.to(torch.int32)
 
     def unpack(self, packed: Tensor, shape: Shape, bits: int) -> Tensor:
         if bits == 8 and self == DENSE:

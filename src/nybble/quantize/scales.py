@@ -32,6 +32,7 @@ from torch import Tensor
 from nybble.errors import BadInput, UnknownName
 from nybble.formats import exact
 from nybble.formats.spec import BlockFormat, FloatFormat, IntFormat
+from nybble.formats.table import FP32
 from nybble.quantize import elements
 from nybble.quantize.blocks import per_block
 
@@ -94,7 +95,8 @@ def minmax(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Prop
     if not (fmt.zero_point and isinstance(element, IntFormat)):
         raise BadInput(f"rule 'minmax' gives zero points, and {fmt.name} stores none")
     low, high = blocks.amin((-3, -1)).clamp(max=0), blocks.amax((-3, -1)).clamp(min=0)
-    scale = (high - low) / (element.high - element.low)
+    # Halves keep the difference of two values near the end of float32 finite; powers of two round nothing.
+    scale = (high / 2 - low / 2) / (element.high - element.low) * 2
     stored = elements.decode(fmt.scale, store(scale, fmt))
     zero = (element.low - (low / stored).round()).nan_to_num(0).clamp(element.low, element.high)
     return Proposal(scale, zero.to(torch.int8))
@@ -108,12 +110,14 @@ def absmean(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Pro
 
 
 def _power_of_two(exponent: Tensor, a: Tensor, fmt: BlockFormat) -> Proposal:
-    """2^(exponent - e), within the scale's range; NaN where a is not finite, the smallest where a is 0."""
+    """2^(exponent - e); NaN where a is not finite, the smallest where a is 0. At the top the scale stops where the
+    largest element still decodes to a finite float32."""
     scale, element = fmt.scale, fmt.element
     if not (isinstance(scale, FloatFormat) and fmt.power_of_two_scale):
         raise BadInput(f"power-of-two rules are for power-of-two scales; {fmt.name} has {scale.name} scales")
-    shifted = exponent - exponent_of(element.max)
-    shifted = torch.where(a == 0, scale.min_exponent, shifted).clamp(scale.min_exponent, scale.max_exponent)
+    top = exponent_of(element.max)
+    shifted = torch.where(a == 0, scale.min_exponent, exponent - top)
+    shifted = shifted.clamp(scale.min_exponent, min(scale.max_exponent, FP32.max_exponent - top))
     power = torch.ldexp(torch.ones_like(a), shifted)
     return Proposal(torch.where(a.isfinite(), power, torch.nan))
 
