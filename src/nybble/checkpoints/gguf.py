@@ -1,0 +1,136 @@
+"""GGUF: llama.cpp's file of metadata and tensors, read with the `gguf` package.
+
+Every tensor type that the package can dequantize is read, as float32. What has to be undone besides is what
+llama.cpp's converter does to a model: it renames tensors (the package has the table), and for some architectures it
+changes values. For Llama it reorders the rows of q and k from two halves of each head to neighbouring pairs,
+because its rotary embedding turns neighbours; for Gemma it adds the 1 that the norm adds at run time.
+
+GGUF lists dimensions fastest first; the package gives arrays in torch's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.errors import DamagedFile, Unsupported
+
+Undo = Callable[[str, Tensor, Any], Tensor]
+
+
+def _as_is(name: str, value: Tensor, config: Any) -> Tensor:
+    return value
+
+
+def _pairs_to_halves(name: str, value: Tensor, config: Any) -> Tensor:
+    """Undo Llama's reordering of q and k rows: within a head, (pair, member) back to (half, index)."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return value
+    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(value.shape)
+
+
+def _less_one(name: str, value: Tensor, config: Any) -> Tensor:
+    return value - 1 if name.endswith("norm.weight") else value
+
+
+ARCHITECTURES: dict[str, Undo] = {
+    "llama": _pairs_to_halves,
+    "qwen2": _as_is,
+    "qwen3": _as_is,
+    "phi3": _as_is,
+    "starcoder2": _as_is,
+    "stablelm": _as_is,
+    "gemma2": _less_one,
+    "gemma3": _less_one,
+}
+"""Architectures whose files are read, with what undoes the converter's change of values."""
+
+
+# The reader follows offsets that it found in the file, and a broken file makes it fail in any of these ways.
+_READER_ERRORS = (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError)
+
+
+class GgufFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        architecture: llama.cpp's name of the model's architecture.
+
+    Raises:
+        DamagedFile: not a GGUF file, truncated, or corrupt where that can be seen.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self.path = path
+        try:
+            reader = gguf.GGUFReader(path)
+            field = reader.fields["general.architecture"]
+            self.architecture = str(field.contents())
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self._blocks = _blocks(reader, self.architecture)
+        except _READER_ERRORS as error:
+            raise DamagedFile(f"{path}: not a whole GGUF file ({type(error).__name__}: {error})") from error
+
+    def check(self) -> None:
+        """Raise Unsupported where files of this architecture cannot be read."""
+        if self.architecture not in ARCHITECTURES:
+            raise Unsupported(
+                f"{self.path}: architecture {self.architecture!r} cannot be read from GGUF; "
+                f"{', '.join(ARCHITECTURES)} can (a safetensors directory of the same model may do)"
+            )
+
+    def types(self) -> dict[str, int]:
+        """How many values each tensor type holds, by llama.cpp's name of the type."""
+        counts: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+        return counts
+
+    def names(self, parameters: Iterable[str]) -> dict[str, str]:
+        """{a transformers parameter name: the tensor's name here}, for those that the file holds."""
+        import gguf
+
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        table = gguf.get_tensor_name_map(numbers[self.architecture], self._blocks)
+        found = {}
+        for parameter in parameters:
+            name = table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+            if name in self._tensors:
+                found[parameter] = name
+        return found
+
+    def tensor_names(self) -> set[str]:
+        """The names of all tensors, as the file has them."""
+        return set(self._tensors)
+
+    def read(self, name: str, config: Any) -> Tensor:
+        """One tensor in float32, with the converter's change of values undone.
+
+        Args:
+            name: the tensor's name in the file.
+            config: the transformers configuration (for the numbers of heads).
+        """
+        import gguf
+
+        tensor = self._tensors[name]
+        try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise Unsupported(f"{self.path}: {name} is {tensor.tensor_type.name}, which gguf cannot decode") from error
+        except (ValueError, gguf.quants.QuantError) as error:
+            raise DamagedFile(f"{self.path}: {name} ({tensor.tensor_type.name}): {error}") from error
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        value = torch.from_numpy(values.copy() if not values.flags.writeable else values).reshape(shape)
+        return ARCHITECTURES[self.architecture](name, value, config)
+
+
+def _blocks(reader: Any, architecture: str) -> int:
+    return int(reader.fields[f"{architecture}.block_count"].contents())
