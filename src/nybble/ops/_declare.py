@@ -25,26 +25,27 @@ Promise = Literal["none", "run-to-run", "batch-invariant", "cross-machine"]
 class Agreement:
     """How near to the reference a result must be: ||y - ref|| / ||ref|| at most `limits[dtype of y]`.
 
-    Scale-free; where the reference is zero the result must be zero, and where it is not finite the result must be
-    the same non-finite value.
+    Scale-free. An op may give the size its result has when terms do not cancel; where that is larger than ||ref||
+    the error counts against it, since no summation order can do better. Where the reference is not finite the
+    result must be the same non-finite value.
     """
 
     limits: Mapping[torch.dtype, float]
 
-    def distance(self, y: Tensor, reference: Tensor) -> float:
-        """||y - ref|| / ||ref|| in float64 over the finite part; infinite where the non-finite parts differ."""
+    def distance(self, y: Tensor, reference: Tensor, size: float = 0.0) -> float:
+        """||y - ref|| / max(||ref||, size) in float64 over the finite part; infinite where the rest differs."""
         a, b = y.double(), reference.double()
         finite = b.isfinite()
         if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
             return float("inf")
-        error, size = float((a - b)[finite].norm()), float(b[finite].norm())
+        error, size = float((a - b)[finite].norm()), max(float(b[finite].norm()), size)
         return 0.0 if error == 0 else error / size if size else float("inf")
 
-    def check(self, y: Tensor, reference: Tensor, what: str) -> float:
+    def check(self, y: Tensor, reference: Tensor, what: str, size: float = 0.0) -> float:
         """The distance; raises Mismatch with shapes and values where it is beyond the limit."""
         if y.shape != reference.shape or y.dtype != reference.dtype:
             raise Mismatch(f"{what}: {y.dtype} {tuple(y.shape)}, expected {reference.dtype} {tuple(reference.shape)}")
-        distance, limit = self.distance(y, reference), self.limits[y.dtype]
+        distance, limit = self.distance(y, reference, size), self.limits[y.dtype]
         if not distance <= limit:
             worst = int((y.double() - reference.double()).abs().nan_to_num(float("inf")).argmax())
             seen, expected = float(y.flatten()[worst]), float(reference.flatten()[worst])
@@ -92,6 +93,7 @@ class Op:
         agreement: what every implementation owes the reference.
         cases: yields (label, arguments) for tests and benchmarks on a device.
         cost: takes the op's arguments, returns a Cost.
+        size: takes the op's arguments, returns the norm its result has when terms do not cancel.
         homes: device type -> module whose IMPLEMENTATIONS (in order of preference) serve it.
         fallback: serves everywhere when nothing else is willing.
         promise: what is promised about equal bits.
@@ -102,9 +104,14 @@ class Op:
     agreement: Agreement
     cases: Callable[..., Any]
     cost: Callable[..., Cost]
+    size: Callable[..., float]
     homes: Mapping[str, str]
     fallback: Implementation
     promise: Promise = "none"
+
+    def check(self, y: Tensor, args: tuple[Any, ...], what: str) -> float:
+        """The distance of y from the reference on these arguments; raises Mismatch beyond the agreement."""
+        return self.agreement.check(y, self.reference(*args), what, self.size(*args))
 
     def implementations(self, device: str) -> list[Implementation]:
         """What may serve on a device type, in order of preference."""

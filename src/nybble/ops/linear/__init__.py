@@ -105,7 +105,7 @@ def _emulated(
     x: Tensor, w: QuantTensor, bias: Tensor | None, activation: BlockFormat | None, activation_amax: Tensor | None
 ) -> Tensor:
     """Dequantize to float32, multiply there, round once: exact but for the float32 sum, and slow."""
-    a = round_activation(x, activation, activation_amax).to(torch.float32)
+    a = round_activation(x, activation, activation_amax).to(torch.float32).contiguous()
     y = torch.nn.functional.linear(a, w.dequantize(torch.float32), None if bias is None else bias.to(torch.float32))
     return y.to(x.dtype)
 
@@ -154,6 +154,11 @@ def cost(x: Tensor, w: QuantTensor, bias: Tensor | None = None, *rest: Any) -> C
     return Cost(2.0 * rows * n * k, w.nbytes + x.element_size() * (rows * k + rows * n))
 
 
+def size(x: Tensor, w: QuantTensor, bias: Tensor | None = None, *rest: Any) -> float:
+    """||x|| ||W|| / sqrt(K): the norm of x W^T when its terms are independent."""
+    return float(x.double().norm() * w.dequantize(torch.float32).double().norm()) / max(w.shape[1], 1) ** 0.5
+
+
 LINEAR = Op(
     name="linear",
     reference=linear_reference,
@@ -162,6 +167,7 @@ LINEAR = Op(
     agreement=Agreement({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}),
     cases=cases,
     cost=cost,
+    size=size,
     homes={"cpu": "nybble.ops.linear.cpu", "cuda": "nybble.ops.linear.cuda"},
     fallback=Implementation("linear_dequantize", _emulated, lambda *args: None, native=False),
 )
