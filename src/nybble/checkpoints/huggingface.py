@@ -63,10 +63,13 @@ class Weights:
         return name in self._where
 
     def __getitem__(self, name: str) -> Tensor:
+        from safetensors import SafetensorError
+
         path = self._where[name]
         try:
-            return self._files[path].get_tensor(name)
-        except Exception as error:
+            # A copy: the file may be replaced or cut while the model lives.
+            return self._files[path].get_tensor(name).clone()
+        except SafetensorError as error:
             raise DamagedFile(f"{path}: {name}: {error}") from error
 
 
@@ -147,11 +150,17 @@ def write_weights(
         if held and size + nbytes > shard_bytes:
             shards.append(_write_shard(directory, len(shards), held))
             held, size = {}, 0
-        held[name] = tensor.detach().cpu().contiguous()
+        held[name] = _separate(tensor.detach().cpu().contiguous(), held)
         size, total = size + nbytes, total + nbytes
     shards.append(_write_shard(directory, len(shards), held))
     _name_shards(directory, shards, total)
     return {"tensors": sum(map(len, shards)), "bytes": total}
+
+
+def _separate(tensor: Tensor, held: Mapping[str, Tensor]) -> Tensor:
+    """The tensor, or a copy where it shares memory with one that is held: a file has no aliases."""
+    storage = tensor.untyped_storage().data_ptr()
+    return tensor.clone() if any(storage == t.untyped_storage().data_ptr() for t in held.values()) else tensor
 
 
 def _part(directory: Path, number: int) -> Path:

@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from nybble.checkpoints import huggingface
+from nybble.checkpoints import compressed_tensors, huggingface, modelopt
 from nybble.checkpoints.gguf import GgufFile
+from nybble.checkpoints.stored import Ledger
 from nybble.errors import BadInput, Unsupported
+from nybble.models.quantized import load_quantized
 from nybble.models.skeleton import fill, skeleton
 
 DEMO = "smollm2-135m"
@@ -98,8 +100,9 @@ def load(model: str | Path, device: torch.device | str = "cpu", dtype: torch.dty
         Unsupported: an architecture transformers does not know, or a layout that is not read.
     """
     source = resolve(model)
-    built = _load_gguf(source, dtype) if source.kind == "gguf" else _load_directory(source, dtype)
-    return built.eval().to(device)
+    place = torch.device(device)
+    built = _load_gguf(source, dtype) if source.kind == "gguf" else _load_directory(source, place, dtype)
+    return built.eval().to(place)
 
 
 def load_tokenizer(model: str | Path) -> Any:
@@ -133,14 +136,47 @@ def _load_gguf(source: Source, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def _load_directory(source: Source, dtype: torch.dtype | None) -> nn.Module:
+def _load_directory(source: Source, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    config = huggingface.read_json(source.path / huggingface.CONFIG)
+    _check_architecture(source, config)
+    weights = huggingface.Weights(source.path)
+    found = modelopt.find_config(source.path, config)
+    described = config.get("quantization_config")
+    if found is not None:
+        tensors = Ledger(weights)
+        return load_quantized(source.path, modelopt.Reader(found, tensors), tensors, device, dtype)
+    if described and described.get("quant_method") == compressed_tensors.METHOD:
+        return load_quantized(source.path, compressed_tensors.Reader(described), Ledger(weights), device, dtype)
+    if described:
+        raise Unsupported(
+            f"{source.name}: quantized by {described.get('quant_method')!r}, which is not read; "
+            f"{compressed_tensors.METHOD} and {modelopt.METHOD} are"
+        )
+    return _load_original(source, dtype)
+
+
+def _check_architecture(source: Source, config: dict[str, Any]) -> None:
+    """Refuse a model that transformers does not define; code that comes with a model is never run."""
+    import transformers
+
+    kind = config.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        named = ", ".join(config.get("architectures") or []) or "none named"
+        raise Unsupported(
+            f"{source.name}: transformers {transformers.__version__} does not know the architecture "
+            f"{kind!r} (class: {named})"
+        )
+
+
+def _load_original(source: Source, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    huggingface.read_json(source.path / huggingface.CONFIG)
-    huggingface.Weights(source.path)
-    model, seen = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
-    )
+    try:
+        model, seen = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=dtype or "auto", local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except ValueError as error:
+        raise Unsupported(f"{source.name}: transformers loads no causal language model from it: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if seen[kind]:
             keys = sorted(map(str, seen[kind]))

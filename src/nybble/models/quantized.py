@@ -1,0 +1,112 @@
+"""Loading a quantized checkpoint: its linears become QuantLinear, their bits as they are in the file."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nybble.checkpoints.stored import Ledger, StoredLinear
+from nybble.errors import BadInput, Unsupported
+from nybble.methods.api import Record, replace, set_record
+from nybble.methods.select import Skipped, select
+from nybble.models.skeleton import fill, skeleton
+from nybble.ops import QuantLinear
+from nybble.quantize.schemes import SCHEMES, Scheme
+
+# Scales of a quantized key-value cache: the cache keeps its precision here.
+_CACHE_SCALES = re.compile(r".*\.(?:[qkv]_scale|[qkv]_zero_point)")
+
+
+class Reader(Protocol):
+    """What a checkpoint layout offers."""
+
+    def find(self, name: str, module: nn.Module) -> Any:
+        """How a module is stored, or None where it is not quantized."""
+
+    def read(self, name: str, found: Any, shape: tuple[int, int], tensors: Ledger) -> StoredLinear:
+        """A quantized linear of weight shape [N, K]; `found` is what `find` said."""
+
+
+def load_quantized(
+    path: Path, reader: Reader, tensors: Ledger, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    """A model from a directory of quantized safetensors.
+
+    Args:
+        path: the directory.
+        reader: the layout's reader.
+        tensors: the directory's tensors.
+        device: where each layer is put as soon as it is read.
+        dtype: of what is not quantized; None takes the configuration's.
+
+    Raises:
+        BadInput: tensors that are missing, or that nothing asked for.
+        Unsupported: quantized modules that are not linears (stacked experts).
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = skeleton(config, dtype or config.dtype or torch.float32)
+    stored = _quantized_linears(model, reader, tensors, device)
+    plain = [name for name in model.state_dict() if name in tensors and name not in tensors.used]
+    fill(model, {name: lambda n=name: tensors.get(n).to(device) for name in plain}, str(path))
+    _account(path, model, tensors)
+    set_record(model, _record(model, stored))
+    return model
+
+
+def _quantized_linears(
+    model: nn.Module, reader: Reader, tensors: Ledger, device: torch.device
+) -> dict[str, StoredLinear]:
+    """Replace every linear that the checkpoint quantizes; {name: what was read}."""
+    done: dict[str, StoredLinear] = {}
+    for name, module in list(model.named_modules()):
+        found = reader.find(name, module) if type(module) is nn.Linear else None
+        if not isinstance(module, nn.Linear) or found is None:
+            continue
+        dtype = module.weight.dtype
+        stored = reader.read(name, found, (module.out_features, module.in_features), tensors)
+        bias = None
+        if module.bias is not None:
+            bias = nn.Parameter(tensors.get(f"{name}.bias", (module.out_features,)).to(dtype))
+        layer = QuantLinear(stored.weight, bias, stored.activation, stored.activation_amax).to(device)
+        replace(model, module, layer.prepare(dtype))
+        done[name] = stored
+    if not done:
+        raise Unsupported(f"a quantized checkpoint of {type(model).__name__}, but none of its linears is in it")
+    return done
+
+
+def _account(path: Path, model: nn.Module, tensors: Ledger) -> None:
+    """Every tensor of the file must have been used."""
+    left = tensors.names() - tensors.used
+    cache = {name for name in left if _CACHE_SCALES.fullmatch(name)}
+    if cache:
+        warnings.warn(f"{path}: {len(cache)} scales of a quantized key-value cache are not used", stacklevel=2)
+    expected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    unknown = sorted(n for n in left - cache if not any(re.search(pattern, n) for pattern in expected))
+    if unknown:
+        raise BadInput(f"{path}: {len(unknown)} tensors have no place in the model, first: {unknown[0]}")
+
+
+def _record(model: nn.Module, stored: dict[str, StoredLinear]) -> Record:
+    """The scheme most of the layers have, and what is not quantized."""
+    pairs = [(s.weight.format, s.activation) for s in stored.values()]
+    weight, activation = max(pairs, key=pairs.count)
+    named = next((s for s in SCHEMES.values() if (s.weight, s.activation, s.rule) == (weight, activation, None)), None)
+    inputs = f"_{activation.name}" if activation else "_a16"
+    scheme = named or Scheme(f"{weight.name}{inputs}".upper(), weight, activation)
+    selection = select(model, ())
+    total = sum(p.numel() * p.element_size() for p in model.parameters()) or 1
+    kept = [
+        Skipped(f"{name}.weight", "not quantized in the checkpoint", linear.weight.nbytes / total)
+        for name, linear in selection.linears.items()
+    ]
+    return Record(scheme, "checkpoint", list(stored), kept + selection.skipped)
