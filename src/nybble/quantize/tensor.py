@@ -9,6 +9,7 @@ kept apart: nothing is ever inferred from a storage dtype.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,3 +108,51 @@ class QuantTensor:
         """The same tensor on another device."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.parts.items()}
         return replace(self, **moved)
+
+
+def concatenate(tensors: Sequence[QuantTensor]) -> QuantTensor | None:
+    """One [sum of N, K] tensor of several [N, K] ones, in the first one's layout.
+
+    None where they cannot be joined bit for bit: formats or K that differ, tensor scales that differ, scales that
+    reach over rows that would no longer be theirs.
+    """
+    first = tensors[0]
+    rows = first.format.block[0]
+    alike = all(t.format == first.format and t.shape[1:] == first.shape[1:] and len(t.shape) == 2 for t in tensors)
+    if not alike or rows is None or any(t.shape[0] % rows for t in tensors[:-1]):
+        return None
+    if first.tensor_scale is not None and not all(torch.equal(t.tensor_scale, first.tensor_scale) for t in tensors):
+        return None
+    plain = [t.to_layout(DENSE) for t in tensors]
+    zeros = [t.zero_point for t in plain if t.zero_point is not None]
+    return replace(
+        plain[0],
+        shape=(sum(t.shape[0] for t in tensors), first.shape[1]),
+        codes=torch.cat([t.codes for t in plain]),
+        scale=torch.cat([t.scale for t in plain]),
+        zero_point=torch.cat(zeros) if zeros else None,
+    ).to_layout(first.layout)
+
+
+def split_rows(tensor: QuantTensor, sizes: Sequence[int]) -> list[QuantTensor | None]:
+    """Views of runs of rows of a [N, K] tensor; None for a run that its layout does not keep together."""
+    found: list[QuantTensor | None] = []
+    start = 0
+    for size in sizes:
+        stop = start + size
+        parts: dict[str, Any] = {}
+        for name, part in tensor.parts.items():
+            if name != "tensor_scale":
+                parts[name] = _rows(part, tensor.shape[0], start, stop)
+        whole = all(part is not None for part in parts.values())
+        found.append(replace(tensor, shape=(size, tensor.shape[1]), **parts) if whole else None)
+        start = stop
+    return found
+
+
+def _rows(part: Tensor, n: int, start: int, stop: int) -> Tensor | None:
+    """The part's share of rows start to stop of n, where its first axis is a whole number of rows a step."""
+    step = n // part.shape[0] if part.shape[0] and n % part.shape[0] == 0 else 0
+    if not step or start % step or stop % step:
+        return None
+    return part[start // step : stop // step]

@@ -64,10 +64,11 @@ class QuantLinear(nn.Module):
         args = (probe, self._weight, self.bias, self.activation, self.activation_amax)
         layout = choose(LINEAR, probe.device.type, *args).layout(self._weight)
         if layout is not None:
-            self._set(self._weight.to_layout(layout))
+            self.set_weight(self._weight.to_layout(layout))
         return self
 
-    def _set(self, weight: QuantTensor) -> None:
+    def set_weight(self, weight: QuantTensor) -> None:
+        """Replace the weight by one of the same logical shape."""
         for name in self._PARTS:
             setattr(self, name, getattr(weight, name))
         self._weight = weight

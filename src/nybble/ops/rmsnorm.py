@@ -1,0 +1,120 @@
+"""add_rmsnorm: a residual addition and the RMSNorm after it, in one pass.
+
+    h = x + residual                      rounded to x.dtype
+    y = weight * (h / sqrt(mean(h^2) + eps))
+
+with the mean and the quotient in float32, the quotient rounded to x.dtype before the weight multiplies it, as
+transformers' LlamaRMSNorm does (Zhang and Sennrich, arXiv 1910.07467). Unfused, a decode step would read and write
+the hidden state four times; here it is read once and written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nybble.ops._choose import choose
+from nybble.ops._declare import Agreement, Cost, Implementation, Op
+
+_MOST_COLUMNS = 32768
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, h): the normalised sum and the sum itself.
+
+    Args:
+        x: [..., H], float32, bfloat16 or float16.
+        residual: the shape and dtype of x, or None for zero.
+        weight: [H], x's dtype.
+        eps: added to the mean of squares.
+    """
+    return choose(ADD_RMSNORM, x.device.type, x, residual, weight, eps).run(x, residual, weight, eps)  # type: ignore[return-value]
+
+
+def add_rmsnorm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The definition, in plain torch."""
+    h = x if residual is None else x + residual
+    wide = h.to(torch.float32)
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype), h
+
+
+@triton.jit
+def _add_rmsnorm_kernel(
+    x: Any, residual: Any, weight: Any, y: Any, h: Any, columns: Any, eps: Any,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * columns
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    value = tl.load(x + row + at, inside, 0.0)
+    if HAS_RESIDUAL:
+        added = value.to(tl.float32) + tl.load(residual + row + at, inside, 0.0).to(tl.float32)
+        value = added.to(value.dtype)
+        tl.store(h + row + at, value, inside)
+    wide = value.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
+    scaled = (wide * scale).to(value.dtype).to(tl.float32)
+    gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    tl.store(y + row + at, (gain * scaled).to(value.dtype), inside)
+
+
+def _supports(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> str | None:
+    if x.shape[-1] > _MOST_COLUMNS:
+        return f"H = {x.shape[-1]} is above {_MOST_COLUMNS}, one block's row"
+    if weight.dtype != x.dtype:
+        return f"weight is {weight.dtype}, x {x.dtype}"
+    return None
+
+
+def _triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    flat = x.contiguous()
+    y = torch.empty_like(flat)
+    h = flat if residual is None else torch.empty_like(flat)
+    columns = flat.shape[-1]
+    rows = flat.numel() // columns if columns else 0
+    if rows:
+        block = triton.next_power_of_2(columns)
+        other = flat if residual is None else residual.contiguous()
+        _add_rmsnorm_kernel[(rows,)](
+            flat, other, weight.contiguous(), y, h, columns, eps, residual is not None, block,
+            num_warps=min(16, max(4, block // 512)),
+        )  # fmt: skip
+    return y, h
+
+
+def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(label, arguments): odd widths, no rows, one row, with and without a residual, every dtype, a strided x."""
+    generator = torch.Generator().manual_seed(0)
+    for number, (rows, columns) in enumerate(((0, 64), (1, 1), (1, 576), (3, 129), (5, 4096), (2, 1000))):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        wide = torch.randn(rows, 2 * columns, generator=generator).to(device, dtype)
+        x = wide[:, ::2] if number % 2 else wide[:, :columns]
+        weight = torch.randn(columns, generator=generator).to(device, dtype)
+        residual = torch.randn(rows, columns, generator=generator).to(device, dtype)
+        yield f"{rows}x{columns}-{dtype}", (x, None, weight, 1e-5)
+        yield f"{rows}x{columns}-{dtype}-residual", (x, residual, weight, 1e-5)
+
+
+def cost(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Cost:
+    """Four operations a value; x and residual read, y and h written."""
+    return Cost(4.0 * x.numel(), x.numel() * x.element_size() * (2 if residual is None else 4))
+
+
+ADD_RMSNORM = Op(
+    name="add_rmsnorm",
+    reference=add_rmsnorm_reference,
+    # The roundings are the definition's own; a sum in another order can move a value across one of them.
+    agreement=Agreement({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}),
+    cases=cases,
+    cost=cost,
+    size=lambda *args: 0.0,
+    homes={"cuda": "nybble.ops.rmsnorm"},
+    fallback=Implementation("add_rmsnorm_torch", add_rmsnorm_reference, lambda *args: None, native=True),
+)
+IMPLEMENTATIONS = (Implementation("add_rmsnorm_triton", _triton, _supports, native=True),)
