@@ -51,7 +51,8 @@ def decode_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, posi
 
 @triton.jit
 def _part_kernel(
-    q: Any, k_cache: Any, v_cache: Any, position: Any, part_o: Any, part_ml: Any, s: Any, scale: Any,
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, position: tl.tensor, part_o: tl.tensor, part_ml: tl.tensor,
+    s: tl.tensor, scale: tl.tensor,
     GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, KEYS: tl.constexpr,
 ) -> None:  # fmt: skip
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -83,7 +84,7 @@ def _part_kernel(
 
 @triton.jit
 def _join_kernel(
-    part_o: Any, part_ml: Any, o: Any,
+    part_o: tl.tensor, part_ml: tl.tensor, o: tl.tensor,
     GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
 ) -> None:  # fmt: skip
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)

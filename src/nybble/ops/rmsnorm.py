@@ -46,7 +46,8 @@ def add_rmsnorm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, ep
 
 @triton.jit
 def _add_rmsnorm_kernel(
-    x: Any, residual: Any, weight: Any, y: Any, h: Any, columns: Any, eps: Any,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, y: tl.tensor, h: tl.tensor, columns: tl.tensor,
+    eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * columns

@@ -57,7 +57,8 @@ def rope_cache_reference(
 
 @triton.jit
 def _rope_cache_kernel(
-    qkv: Any, cos: Any, sin: Any, q: Any, k_cache: Any, v_cache: Any, position: Any, s: Any,
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor,
+    position: tl.tensor, s: tl.tensor,
     HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)

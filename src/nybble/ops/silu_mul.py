@@ -35,7 +35,7 @@ def silu_mul_reference(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(x: Any, y: Any, columns: Any, BLOCK: tl.constexpr) -> None:
+def _silu_mul_kernel(x: tl.tensor, y: tl.tensor, columns: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns

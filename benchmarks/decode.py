@@ -1,0 +1,169 @@
+"""Whole-model decoding on a GPU: the bf16 original and quantized schemes in the very same runner.
+
+    python benchmarks/decode.py [--model llama-8b] [--schemes bf16,W4A16,NVFP4A16] [--batch 1,16] [--out FILE]
+
+Weights are random, made on the device from the model's shape. For each scheme the runner's logits are checked
+against the definition before its time counts; times are medians over runs of captured steps; every ratio is to the
+bf16 runner of the same process. The roofline is the bytes of the weights a step reads over the bandwidth of a copy
+measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from typing import Any
+
+import torch
+from torch import nn
+
+import nybble
+from nybble.errors import Mismatch
+from nybble.models.decode import AGREEMENT
+from nybble.models.evaluate import by_definition
+from nybble.models.llama import Runner
+from nybble.ops import QuantLinear
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "vocab_size": 128256},
+    "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
+}  # fmt: skip
+PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 5
+
+
+def make(shape: str) -> nn.Module:
+    """A bf16 model of that shape with random weights on the device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large device-to-device copy, read and written bytes counted."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    b = torch.empty_like(a)
+    times = [milliseconds(lambda: b.copy_(a)) for _ in range(10)]
+    return 2 * a.numel() / (statistics.median(times) / 1e3)
+
+
+def milliseconds(work: Any) -> float:
+    """Time of work() on the device."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@torch.no_grad()
+def check(model: nn.Module, runner: Runner, prompt: torch.Tensor) -> float:
+    """||runner - definition|| / ||definition|| of the logits of eight steps."""
+    logits = [runner.prefill(prompt).clone()]
+    logits += [runner.step().clone() for _ in range(8)]
+    tokens = runner.tokens[:, : runner.length]
+    with by_definition(model):
+        full = model(tokens[:1]).logits[:, prompt.shape[1] - 1 :].float()
+    got = torch.stack(logits, 1)[:1].float()
+    distance = float((got - full).norm() / full.norm())
+    if not distance < AGREEMENT[torch.bfloat16]:
+        raise Mismatch(f"the runner's logits are {distance:.3g} away from the definition's")
+    return distance
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that a step reads: every linear once."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            total += module.weight.nbytes
+        elif isinstance(module, nn.Linear):
+            total += module.weight.numel() * module.weight.element_size()
+    return total
+
+
+def measure(model: nn.Module, batch: int, bandwidth: float) -> dict[str, Any]:
+    """Milliseconds a step after a short prompt and far into the cache, with what they mean."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = model.config.vocab_size
+    prompt = torch.randint(0, vocabulary, (batch, PROMPT), generator=generator).cuda()
+    runner = Runner(model, FAR + NEW + 16, batch)
+    distance = check(model, runner, prompt)
+    near, far = [], []
+    for _ in range(RUNS):
+        runner.prefill(prompt)
+        runner.decode(2)
+        near.append(milliseconds(lambda: runner.decode(NEW)) / NEW)
+        runner.position.fill_(FAR)
+        runner.length = FAR
+        far.append(milliseconds(lambda: runner.decode(NEW)) / NEW)
+    step, size = statistics.median(near), weight_bytes(model)
+    return {
+        "batch": batch, "ms": step, "ms_runs": near, "ms_at_4096": statistics.median(far), "logit_error": distance,
+        "weight_bytes": size, "roofline_share": size / bandwidth / (step / 1e3), "tokens_per_second": batch / (step / 1e3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-8b", choices=SHAPES)
+    parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16")
+    parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s")
+    original = make(options.model)
+    rows = []
+    for scheme in options.schemes.split(","):
+        model = original if scheme == "bf16" else nybble.quantize_(copy.deepcopy(original), scheme)
+        for batch in map(int, options.batch.split(",")):
+            row = {"scheme": scheme, **measure(model, batch, bandwidth)}
+            base = next((r for r in rows if r["scheme"] == "bf16" and r["batch"] == batch), row)
+            row["ratio"], row["ratio_at_4096"] = base["ms"] / row["ms"], base["ms_at_4096"] / row["ms_at_4096"]
+            rows.append(row)
+            print(
+                f"{scheme:10} batch {batch:3}: {row['ms']:.3f} ms a step, {row['ratio']:.2f}x bf16 "
+                f"({row['ratio_at_4096']:.2f}x at {FAR}), {row['roofline_share']:.0%} of the roofline, "
+                f"logits off by {row['logit_error']:.2g}"
+            )
+        if scheme != "bf16":
+            del model
+        torch.cuda.empty_cache()
+    record = {
+        "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model], "prompt": PROMPT, "new": NEW,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
+        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": commit(),
+        "copy_bytes_per_second": bandwidth, "rows": rows,
+    }  # fmt: skip
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(record, file, indent=1)
+
+
+def commit() -> str:
+    """The commit of the working tree, or "unknown"."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

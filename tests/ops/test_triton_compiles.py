@@ -1,0 +1,70 @@
+"""Every Triton kernel compiles for every target, without a GPU: what the interpreter accepts a compiler may not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Signatures and compile-time constants of one instance a kernel; a Triton kernel without an entry fails the test.
+KERNELS = {
+    "nybble.ops.rmsnorm:_add_rmsnorm_kernel": (
+        {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "y": "*bf16", "h": "*bf16",
+         "columns": "i32", "eps": "fp32"},
+        {"HAS_RESIDUAL": True, "BLOCK": 1024},
+    ),
+    "nybble.ops.silu_mul:_silu_mul_kernel": ({"x": "*fp16", "y": "*fp16", "columns": "i32"}, {"BLOCK": 1024}),
+    "nybble.ops.rope_cache:_rope_cache_kernel": (
+        {**dict.fromkeys(("qkv", "cos", "sin", "q", "k_cache", "v_cache"), "*bf16"), "position": "*i32", "s": "i32"},
+        {"HQ": 8, "HKV": 2, "HALF": 64, "BLOCK": 64},
+    ),
+    "nybble.ops.decode_attention:_part_kernel": (
+        {"q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "position": "*i32", "part_o": "*fp32",
+         "part_ml": "*fp32", "s": "i32", "scale": "fp32"},
+        {"GROUP": 4, "PARTS": 16, "D": 128, "BD": 128, "BG": 16, "KEYS": 64},
+    ),
+    "nybble.ops.decode_attention:_join_kernel": (
+        {"part_o": "*fp32", "part_ml": "*fp32", "o": "*bf16"},
+        {"GROUP": 4, "PARTS": 16, "D": 128, "BD": 128, "BP": 16},
+    ),
+}  # fmt: skip
+TARGETS = (80, 90, 100, 120)
+
+# A process of its own, since here the kernels are interpreted functions.
+PROGRAM = """
+import json, sys
+from importlib import import_module
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+for name, (signature, constants) in json.loads(sys.argv[1]).items():
+    module, kernel = name.split(":")
+    fn = getattr(import_module(module), kernel)
+    signature = {arg: signature.get(arg, "constexpr") for arg in fn.arg_names}
+    for target in json.loads(sys.argv[2]):
+        source = ASTSource(fn, signature, {(fn.arg_names.index(c),): v for c, v in constants.items()})
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32))
+        print(name, target, len(compiled.asm["cubin"]))
+"""
+
+
+def test_every_kernel_is_listed() -> None:
+    import re
+
+    import house
+
+    found = set()
+    for path in (house.SRC / "ops").rglob("*.py"):
+        module = ".".join(path.relative_to(house.SRC.parent).with_suffix("").parts)
+        found |= {f"{module}:{name}" for name in re.findall(r"@triton\.jit\s+def (\w+)", path.read_text())}
+    assert found == set(KERNELS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target: int, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached cubin would hide a break
+    command = [sys.executable, "-c", PROGRAM, json.dumps(KERNELS), json.dumps([target])]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert len(run.stdout.splitlines()) == len(KERNELS)
