@@ -146,6 +146,12 @@ def nearest(weight: BlockFormat, activation: BlockFormat | None, widths: Iterabl
     return [scheme.name for scheme in sorted(able, key=distance)][:3]
 
 
+def run_dtype(groups: Iterable[Group], dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which transformers can run a model of `dtype` with these groups: it decompresses weights with
+    8-bit scales to bfloat16, whatever the model is, and then needs a bfloat16 model."""
+    return torch.bfloat16 if any(one.weight.scale.bits == 8 for one in groups) else dtype
+
+
 def config(groups: Mapping[Group, list[str]], ignore: list[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
@@ -288,6 +294,9 @@ def _parse(name: str, described: Mapping[str, Any], layout: str | None) -> Group
     return Group(_format(weights, stored_as), _format(inputs, "", True) if inputs else None, stored_as)
 
 
+_SMALL_FLOATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (6, 32): "mxfp6_e2m3", (8, 32): "mxfp8_e4m3"}
+
+
 def _format(args: Mapping[str, Any], layout: str, activation: bool = False) -> BlockFormat:
     """The block format that weight or input arguments mean."""
     bits, kind, size = args["num_bits"], args["type"], args.get("group_size")
@@ -300,7 +309,7 @@ def _format(args: Mapping[str, Any], layout: str, activation: bool = False) -> B
         rows, columns = args["block_structure"]
         name = f"fp{bits}_block{rows}" if rows == columns else ""
     elif strategy == "tensor_group" or (kind == "float" and (bits < 8 or powers)):
-        name = {(4, 16): "nvfp4", (4, 32): "mxfp4", (6, 32): "mxfp6_e2m3", (8, 32): "mxfp8_e4m3"}.get((bits, size), "")
+        name = _SMALL_FLOATS.get((bits, size or 0), "")
     else:
         name = f"{'int' if kind == 'int' else 'fp'}{bits}_{f'g{size}' if strategy == 'group' else strategy}{suffix}"
     try:
@@ -326,9 +335,7 @@ def _read_codes(name: str, one: Group, shape: tuple[int, int], tensors: Ledger) 
     return tensors.get(f"{name}.weight_packed", (n, k * bits // 8), torch.uint8)
 
 
-def _read_scale(
-    name: str, fmt: BlockFormat, shape: tuple[int, int], tensors: Ledger
-) -> tuple[BlockFormat, Tensor]:
+def _read_scale(name: str, fmt: BlockFormat, shape: tuple[int, int], tensors: Ledger) -> tuple[BlockFormat, Tensor]:
     """The scales, and the format with the precision in which they are stored."""
     scale = tensors.scale(f"{name}.weight_scale", fmt, shape)
     if fmt.scale.bits == 8:

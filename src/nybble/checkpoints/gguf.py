@@ -10,6 +10,7 @@ GGUF lists dimensions fastest first; the package gives arrays in torch's order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ ARCHITECTURES: dict[str, Undo] = {
 _READER_ERRORS = (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError)
 
 
+ROPE_DIVISORS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _llama3_divisors(rule: dict[str, float], theta: float, count: int) -> Tensor:
+    """What Llama 3.1 divides its rotary frequencies by: long waves by `factor`, short ones by 1, smooth between."""
+    frequency = theta ** -(torch.arange(count, dtype=torch.float64) / count)
+    turns = rule["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / rule["factor"] + smooth)).to(torch.float32)
+
+
 class GgufFile:
     """An open GGUF file.
 
@@ -67,11 +81,9 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
         self.path = path
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _reader(path)
             field = reader.fields["general.architecture"]
             self.architecture = str(field.contents())
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -107,6 +119,25 @@ class GgufFile:
                 found[parameter] = name
         return found
 
+    def rope_parameters(self, config: Any) -> dict[str, Any] | None:
+        """The rotary scaling that Llama 3.1 and later have in a tensor instead of the metadata; None without one.
+
+        The file holds, for each frequency, what it is divided by; `config` wants the three numbers of the rule that
+        made them. All published models share two of them, the third is the largest divisor, and the rule must give
+        the file's divisors back.
+
+        Raises:
+            Unsupported: the divisors follow some other rule.
+        """
+        if ROPE_DIVISORS not in self._tensors:
+            return None
+        divisors = self.read(ROPE_DIVISORS, config)
+        rule = {**_LLAMA3, "factor": float(divisors.max())}
+        theta = float(config.rope_parameters["rope_theta"])
+        if not torch.allclose(_llama3_divisors(rule, theta, len(divisors)), divisors, rtol=1e-4, atol=0):
+            raise Unsupported(f"{self.path}: {ROPE_DIVISORS} follows no rule that transformers has")
+        return {"rope_type": "llama3", "rope_theta": theta, **rule}
+
     def tensor_names(self) -> set[str]:
         """The names of all tensors, as the file has them."""
         return set(self._tensors)
@@ -130,6 +161,23 @@ class GgufFile:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         value = torch.from_numpy(values.copy() if not values.flags.writeable else values).reshape(shape)
         return ARCHITECTURES[self.architecture](name, value, config)
+
+
+def _reader(path: Path) -> Any:
+    """A GGUFReader over plain memory: half of its time for a vocabulary goes into slicing a numpy.memmap."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = np.asarray(mapped)
+
+    return Reader(path)
 
 
 def _blocks(reader: Any, architecture: str) -> int:

@@ -7,6 +7,7 @@ asked for. Writing is all or nothing: the files are made in a folder beside the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nybble.errors import BadInput, DamagedFile
@@ -23,6 +25,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,6 +64,16 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype | None:
+        """The floating dtype that most of the values of these tensors have; None where none is floating."""
+        counts: dict[torch.dtype, int] = {}
+        for name in names:
+            header = self._files[self._where[name]].get_slice(name)
+            dtype = _FLOATING.get(header.get_dtype())
+            if dtype is not None:
+                counts[dtype] = counts.get(dtype, 0) + math.prod(header.get_shape())
+        return max(counts, key=lambda dtype: counts[dtype], default=None)
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import SafetensorError

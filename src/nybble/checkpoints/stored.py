@@ -51,6 +51,10 @@ class Ledger:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
+    def dtype(self, names: Iterable[str]) -> torch.dtype | None:
+        """The floating dtype that most of the values of these tensors have."""
+        return self._weights.dtype(names)
+
     def get(self, name: str, shape: Iterable[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor, of the given shape and dtype; DamagedFile where it is missing or something else."""
         if name not in self._weights:

