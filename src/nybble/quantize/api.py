@@ -20,7 +20,10 @@ from nybble.quantize.rounding import check as check_rounding
 from nybble.quantize.rounding import uniform
 from nybble.quantize.tensor import QuantTensor
 
-_PIECE = 1 << 18  # values a piece: its float32 temporaries fit a core's second-level cache
+# Values a piece: on a CPU its float32 temporaries fit a core's second-level cache, elsewhere they stay far below
+# the size of a layer.
+_PIECE = {"cpu": 1 << 18}
+_PIECE_ELSEWHERE = 1 << 22
 
 
 def quantize(
@@ -106,12 +109,13 @@ def _pieces(x: Tensor, fmt: BlockFormat) -> list[tuple[int, Tensor]]:
     """(index of the first value, piece) for runs of whole blocks of rows; one piece where rows cannot be parted."""
     rows = fmt.block[0]
     whole = matrix(tuple(x.shape))
-    if rows is None or x.ndim < 2 or x.numel() <= _PIECE or x.device.type != "cpu":
+    most = _PIECE.get(x.device.type, _PIECE_ELSEWHERE)
+    if rows is None or x.ndim < 2 or x.numel() <= most:
         return [(0, x)]
     if rows > 1 and x.ndim > 2:
         return [(0, x)]
     flat = x.reshape(-1, whole[-1])
-    step = max(1, _PIECE // (rows * whole[-1])) * rows
+    step = max(1, most // (rows * whole[-1])) * rows
     return [(i * whole[-1], flat[i : i + step]) for i in range(0, flat.shape[0], step)]
 
 

@@ -120,9 +120,8 @@ class BitStream(Layout):
             slots = self._slots(8 // bits)
             parts = [grouped[..., i] << (bits * slot) for i, slot in enumerate(slots)]
             return reduce(torch.bitwise_or, parts)[..., None]
-        shifts = torch.arange(grouped.shape[-1], device=grouped.device) * bits
-        joined = (grouped.to(torch.int64) << shifts).sum(-1, keepdim=True)
-        return (joined >> 8 * torch.arange(group_bytes, device=grouped.device) & 0xFF).to(torch.uint8)
+        joined = _weighted(grouped, bits, group_bytes)
+        return (joined >> 8 * _count(group_bytes, joined) & 0xFF).to(torch.uint8)
 
     def _split(self, grouped: Tensor, bits: int, group: int) -> Tensor:
         """[..., group_bytes] bytes to [..., group] codes."""
@@ -130,15 +129,24 @@ class BitStream(Layout):
         if grouped.shape[-1] == 1:
             byte = grouped[..., 0]
             return torch.stack([byte >> (bits * slot) & mask for slot in self._slots(group)], dim=-1)
-        shifts = 8 * torch.arange(grouped.shape[-1], device=grouped.device)
-        joined = (grouped.to(torch.int64) << shifts).sum(-1, keepdim=True)
-        return (joined >> bits * torch.arange(group, device=grouped.device) & mask).to(torch.uint8)
+        joined = _weighted(grouped, 8, grouped.shape[-1])
+        return (joined >> bits * _count(group, joined) & mask).to(torch.uint8)
 
 
 def _group(bits: int) -> tuple[int, int]:
     """The smallest run of elements that fills whole bytes: (elements, bytes)."""
     whole = math.lcm(bits, 8)
     return whole // bits, whole // 8
+
+
+def _count(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=like.dtype, device=like.device)
+
+
+def _weighted(digits: Tensor, bits: int, group_bytes: int) -> Tensor:
+    """sum_i digits[..., i] << (bits * i), [..., 1], in the narrowest integers that hold `group_bytes`."""
+    wide = digits.to(torch.int32 if group_bytes < 4 else torch.int64)
+    return (wide << bits * _count(wide.shape[-1], wide)).sum(-1, keepdim=True, dtype=wide.dtype)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
