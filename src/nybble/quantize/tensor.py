@@ -121,7 +121,8 @@ def concatenate(tensors: Sequence[QuantTensor]) -> QuantTensor | None:
     alike = all(t.format == first.format and t.shape[1:] == first.shape[1:] and len(t.shape) == 2 for t in tensors)
     if not alike or rows is None or any(t.shape[0] % rows for t in tensors[:-1]):
         return None
-    if first.tensor_scale is not None and not all(torch.equal(t.tensor_scale, first.tensor_scale) for t in tensors):
+    tensor_scales = [t.tensor_scale for t in tensors if t.tensor_scale is not None]
+    if any(not torch.equal(scale, tensor_scales[0]) for scale in tensor_scales):
         return None
     plain = [t.to_layout(DENSE) for t in tensors]
     zeros = [t.zero_point for t in plain if t.zero_point is not None]
