@@ -109,20 +109,20 @@ class FloatFormat(ElementFormat):
         """The exponent of the smallest normal value."""
         return (1 - self.bias) if self.subnormals else -self.bias
 
-    @property
+    @cached_property
     def max_exponent(self) -> int:
         """The exponent of the largest finite value."""
         return math.frexp(self.max)[1] - 1
 
-    @property
+    @cached_property
     def max(self) -> float:
         return float(self.magnitude(self.max_code))
 
-    @property
+    @cached_property
     def min(self) -> float:
         return -self.max if self.signed else float(self.magnitude(0))
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         """The smallest positive value, subnormal where the format has them."""
         return float(self.magnitude(int(self.subnormals)))

@@ -23,8 +23,10 @@ scale in float32; `store` then rounds the proposal to the scale's own format. Wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -71,12 +73,21 @@ def store(scale: Tensor, fmt: BlockFormat) -> Tensor:
     A scale that rounds to zero becomes the format's floor, so that a block of zeros stays exactly zero without a
     division by zero; a scale that is not a finite number becomes NaN, so that the block decodes to NaN.
     """
-    floor = elements.encode(fmt.scale, torch.tensor([fmt.scale_floor], device=scale.device))[0]
+    floor, nan, has_zero = _special_scales(fmt)
     finite = scale.isfinite()
     codes = elements.encode(fmt.scale, torch.where(finite, scale, 1.0))
-    codes = torch.where(elements.decode(fmt.scale, codes) == 0, floor, codes)
-    nan = exact.encode(fmt.scale, torch.nan) if codes.dtype == torch.uint8 else torch.nan
-    return torch.where(finite, codes, torch.tensor(nan, dtype=codes.dtype, device=codes.device))
+    if has_zero:
+        codes = torch.where(codes == 0, floor, codes)
+    return torch.where(finite, codes, nan)
+
+
+@cache
+def _special_scales(fmt: BlockFormat) -> tuple[float, float, bool]:
+    """(the floor, NaN) as stored numbers, and whether the stored number 0 means a scale of zero."""
+    has_zero = exact.decode(fmt.scale, 0) == 0
+    if elements.native_dtype(fmt.scale) is not None:
+        return fmt.scale_floor, math.nan, has_zero
+    return exact.encode(fmt.scale, fmt.scale_floor), exact.encode(fmt.scale, math.nan), has_zero
 
 
 def amax(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:

@@ -21,6 +21,7 @@ from nybble.quantize.layouts import Layout, Scales, Shape, register
 _INT8_COLUMNS = 16
 _INT4_ROWS = 16
 _INT4_GROUPS = (256, 128, 64, 32)
+_FLOAT32_ROWS = 2  # beyond, dequantizing once is faster than torch's float32 kernels, which are scalar
 _OFFSET = 8  # the int4 kernel stores codes plus 8
 
 
@@ -33,6 +34,10 @@ def _int8_weight(w: QuantTensor) -> str | None:
     if not _is_int(fmt, 8) or fmt.block != (1, None) or fmt.zero_point:
         return f"serves symmetric int8 with one scale a row; the weight is {fmt.name}"
     return None
+
+
+def _many_float32_rows(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.numel() > _FLOAT32_ROWS * x.shape[-1]
 
 
 def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -49,6 +54,8 @@ def _w8a16_supports(
         return f"keeps activations as they are; {activation.name} was asked for"
     if x.dtype == torch.float16:
         return "scales in float16 would lose the range of BF16 scales"
+    if _many_float32_rows(x):
+        return f"torch's float32 kernel is scalar: it pays up to {_FLOAT32_ROWS} rows"
     if w.shape[1] % _INT8_COLUMNS or not w.shape[1]:
         return f"K = {w.shape[1]} is not a positive multiple of {_INT8_COLUMNS}"
     return _int8_weight(w)
@@ -150,6 +157,8 @@ def _w4a16_supports(
         return f"keeps activations as they are; {activation.name} was asked for"
     if not _is_int(fmt, 4) or fmt.block[0] != 1:
         return f"serves int4 by group or channel; the weight is {fmt.name}"
+    if _many_float32_rows(x):
+        return f"torch's float32 kernel is scalar: it pays up to {_FLOAT32_ROWS} rows"
     if x.dtype == torch.float16 or (x.dtype != torch.float32 and fmt.zero_point):
         return f"shifts and scales in {x.dtype} would be rounded"
     if n % _INT4_ROWS or not n:
