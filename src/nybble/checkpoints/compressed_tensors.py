@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of, encode_of, reciprocal
-from nybble.errors import BadInput, Unsupported
+from nybble.errors import BadInput, DamagedFile, Unsupported
 from nybble.formats import table
 from nybble.formats.spec import BlockFormat, ElementFormat, IntFormat
 from nybble.quantize import QuantTensor
@@ -324,7 +324,9 @@ def _read_codes(name: str, one: Group, shape: tuple[int, int], tensors: Ledger) 
     n, k = shape
     bits = one.weight.element.bits
     if one.layout == "pack-quantized":
-        tensors.get(f"{name}.weight_shape")
+        stated = tuple(tensors.get(f"{name}.weight_shape").tolist())
+        if stated != shape:
+            raise DamagedFile(f"{name}.weight_shape says {stated}, the model expects {shape}")
         packed = tensors.get(f"{name}.weight_packed", (n, -(-k * bits // 32)), torch.int32)
         return DENSE.pack(DENSE_INT32.unpack(packed, shape, bits), bits)
     if one.layout == "int-quantized":
@@ -359,7 +361,8 @@ def _read_zero_point(name: str, one: Group, shape: tuple[int, int], tensors: Led
     if one.layout != "pack-quantized":
         return tensors.scale(f"{name}.weight_zero_point", fmt, shape).to(torch.int8)
     bits, n = fmt.element.bits, shape[0]
-    packed = tensors.get(f"{name}.weight_zero_point", dtype=torch.int32).t()
+    packed = tensors.get(f"{name}.weight_zero_point", dtype=torch.int32)
+    packed = packed.t().clone(memory_format=torch.contiguous_format)
     codes = DENSE_INT32.unpack(packed, (packed.shape[0], n), bits).t().contiguous()
     shift = 8 - bits
     return (codes << shift).view(torch.int8) >> shift

@@ -22,6 +22,7 @@ from torch import Tensor
 from nybble.errors import BadInput, DamagedFile
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -132,7 +133,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise BadInput(f"{directory}: cannot be written: {error}") from error
     try:
         yield scratch
-        scratch.chmod(0o777 & ~_umask())
+        _open_up(scratch)
         os.replace(scratch, target)
     except OSError as error:
         raise BadInput(f"{directory}: cannot be written: {error}") from error
@@ -140,10 +141,13 @@ def new_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _open_up(folder: Path) -> None:
+    """Give a folder and its files the usual permissions; temporary ones are made for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def write_weights(

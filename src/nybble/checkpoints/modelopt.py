@@ -34,7 +34,7 @@ def find_config(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]
     """ModelOpt's description of a checkpoint, from config.json or the file beside it; None where there is none."""
     described = config.get("quantization_config")
     if isinstance(described, Mapping):
-        return described if described.get("quant_method") == METHOD else None
+        return described if str(described.get("quant_method")).startswith(METHOD) else None
     side = directory / SIDE_FILE
     return huggingface.read_json(side).get("quantization") if side.is_file() else None
 

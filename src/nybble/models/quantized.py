@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from nybble.checkpoints import huggingface
 from nybble.checkpoints.stored import Ledger, StoredLinear
 from nybble.errors import BadInput, Unsupported
 from nybble.methods.api import Record, replace, set_record
@@ -49,7 +50,7 @@ def load_quantized(
         BadInput: tensors that are missing, or that nothing asked for.
         Unsupported: quantized modules that are not linears (stacked experts).
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if hasattr(config, "quantization_config"):
@@ -59,6 +60,9 @@ def load_quantized(
     plain = [name for name in model.state_dict() if name in tensors and name not in tensors.used]
     fill(model, {name: partial(tensors.get, name) for name in plain}, str(path), device)
     _account(path, model, tensors)
+    if (path / huggingface.GENERATION).is_file():
+        whole: Any = model
+        whole.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     set_record(model, _record(model, stored))
     return model
 

@@ -76,7 +76,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
         huggingface.write_weights(scratch, _tensors(model))
         huggingface.write_json(scratch / huggingface.CONFIG, _config(transformer, groups))
         if getattr(model, "generation_config", None) is not None:
-            transformer.generation_config.save_pretrained(scratch)
+            text = transformer.generation_config.to_json_string()
+            (scratch / huggingface.GENERATION).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
     return Path(directory)
