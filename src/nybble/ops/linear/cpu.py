@@ -15,13 +15,13 @@ from torch import Tensor
 
 from nybble.formats.spec import BlockFormat, IntFormat
 from nybble.ops._declare import Implementation
-from nybble.quantize import QuantTensor, elements, quantize
+from nybble.quantize import QuantTensor, quantize
 from nybble.quantize.layouts import Layout, Scales, Shape, register
 
 _INT8_COLUMNS = 16
 _INT4_ROWS = 16
 _INT4_GROUPS = (256, 128, 64, 32)
-_FLOAT32_ROWS = 2  # beyond, dequantizing once is faster than torch's float32 kernels, which are scalar
+_FLOAT32_ROWS = 2  # beyond, dequantizing once is faster than torch's float32 kernel, which is scalar
 _OFFSET = 8  # the int4 kernel stores codes plus 8
 
 
@@ -34,10 +34,6 @@ def _int8_weight(w: QuantTensor) -> str | None:
     if not _is_int(fmt, 8) or fmt.block != (1, None) or fmt.zero_point:
         return f"serves symmetric int8 with one scale a row; the weight is {fmt.name}"
     return None
-
-
-def _many_float32_rows(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.numel() > _FLOAT32_ROWS * x.shape[-1]
 
 
 def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -54,7 +50,7 @@ def _w8a16_supports(
         return f"keeps activations as they are; {activation.name} was asked for"
     if x.dtype == torch.float16:
         return "scales in float16 would lose the range of BF16 scales"
-    if _many_float32_rows(x):
+    if x.dtype == torch.float32 and x.numel() > _FLOAT32_ROWS * x.shape[-1]:
         return f"torch's float32 kernel is scalar: it pays up to {_FLOAT32_ROWS} rows"
     if w.shape[1] % _INT8_COLUMNS or not w.shape[1]:
         return f"K = {w.shape[1]} is not a positive multiple of {_INT8_COLUMNS}"
@@ -92,8 +88,9 @@ class Int4Cpu(Layout):
     """The arrangement of torch's int4 CPU kernel.
 
     The order of the nibbles depends on the processor's vector width and is torch's own affair: it is asked for by
-    packing, and undone by packing the positions themselves, digit by digit. Scales become [groups, N, 2] float32
-    pairs (scale, shift), with w = (code - 8) * scale + shift; a group that does not divide K is cut finer.
+    packing, and undone by packing the positions themselves, digit by digit. Scales become [groups, N, 2] bfloat16
+    pairs (scale, 0), the second a shift that symmetric formats do not have; a group that does not divide K is cut
+    finer.
     """
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
@@ -106,15 +103,13 @@ class Int4Cpu(Layout):
         return codes ^ _OFFSET
 
     def pack_scales(self, scale: Tensor, zero_point: Tensor | None, fmt: BlockFormat, shape: Shape) -> Scales:
-        value = elements.decode(fmt.scale, scale)
-        shift = torch.zeros_like(value) if zero_point is None else -value * zero_point
-        fine = torch.stack([value, shift], -1).repeat_interleave(_cut(fmt, shape), 1)
+        if zero_point is not None:
+            raise ValueError(f"{self.name} holds no zero points")
+        fine = torch.stack([scale, torch.zeros_like(scale)], -1).repeat_interleave(_cut(fmt, shape), 1)
         return fine[:, : shape[1] // int4_group(fmt, shape)].transpose(0, 1).contiguous(), None
 
     def unpack_scales(self, scale: Tensor, zero_point: Tensor | None, fmt: BlockFormat, shape: Shape) -> Scales:
-        value, shift = scale.transpose(0, 1)[:, :: _cut(fmt, shape)].unbind(-1)
-        zeros = (-shift / value).round().to(torch.int8) if fmt.zero_point else None
-        return elements.encode(fmt.scale, value.contiguous()), zeros
+        return scale.transpose(0, 1)[:, :: _cut(fmt, shape), 0].contiguous(), None
 
 
 INT4_CPU = register(Int4Cpu("int4_cpu"))
@@ -157,10 +152,10 @@ def _w4a16_supports(
         return f"keeps activations as they are; {activation.name} was asked for"
     if not _is_int(fmt, 4) or fmt.block[0] != 1:
         return f"serves int4 by group or channel; the weight is {fmt.name}"
-    if _many_float32_rows(x):
-        return f"torch's float32 kernel is scalar: it pays up to {_FLOAT32_ROWS} rows"
-    if x.dtype == torch.float16 or (x.dtype != torch.float32 and fmt.zero_point):
-        return f"shifts and scales in {x.dtype} would be rounded"
+    if x.dtype != torch.bfloat16:
+        return f"torch's kernel is fast in bfloat16 only, the input is {x.dtype}"
+    if fmt.zero_point:
+        return "shifts by zero points would be rounded to bfloat16"
     if n % _INT4_ROWS or not n:
         return f"N = {n} is not a positive multiple of {_INT4_ROWS}"
     if not int4_group(fmt, w.shape):
@@ -174,7 +169,7 @@ def _w4a16(
     w = w.to_layout(INT4_CPU)  # nothing to do once QuantLinear.prepare has run
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     group = int4_group(w.format, w.shape)
-    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, w.codes, group, w.scale.to(x.dtype))
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, w.codes, group, w.scale)
     return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], w.shape[0])
 
 
