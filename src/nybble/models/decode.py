@@ -1,0 +1,201 @@
+"""Decoding: one token after another, greedily, with a key/value cache, at batch 1.
+
+One runner serves every model, the original included, so that a ratio of two speeds compares weights and kernels and
+nothing else. Machines are noisy and change their clocks: rivals therefore take turns in the same run (`race`), and
+the median over all tokens is what counts.
+
+No speed without a check of the very output that was timed: the logits of every timed run are compared with one pass
+over the whole sequence without a cache, computed by the definition of each op. A kernel that is fast and wrong, or a
+cache that forgets, gives no number but `Mismatch`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nybble.errors import BadInput, Mismatch
+from nybble.models.evaluate import by_definition, logits
+from nybble.ops import QuantLinear
+
+AGREEMENT = {torch.float32: 2.0**-10, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
+"""How far decoded logits may be from the definition's: ||a - b|| / ||b|| of centred logits, over all tokens.
+
+Rounding errors are carried through the whole model, so these are wider than what one op owes; on SmolLM2-135M the
+distance is 2e-6 in float32 and 0.015 in bfloat16 (0.05 where two bits a weight make a model that has lost its way)."""
+
+ROUNDED_AGREEMENT = 2.0**-1
+"""The same where activations are rounded to few bits: an input on a rounding border falls to either side, and what
+follows differs by a step of the format (0.1 with int8, 0.36 with FP4). Unrelated logits are 1.4 apart."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A measured speed whose output passed the check.
+
+    Attributes:
+        seconds: median time of a token.
+        tokens: how many tokens were timed.
+        error: distance of the timed logits from the definition's.
+    """
+
+    seconds: float
+    tokens: int
+    error: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """1 / seconds."""
+        return 1 / self.seconds
+
+
+class Runner:
+    """One sequence through a model: `start` with a prompt, then `step` token by token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._cache: Any = None
+
+    def start(self, prompt: Tensor) -> Tensor:
+        """Forget everything, read the prompt (int64 [n]), return the logits [V] of what follows."""
+        from transformers import DynamicCache
+
+        self._cache = DynamicCache()
+        return self._forward(prompt[None].to(self._device))
+
+    def step(self, token: int) -> Tensor:
+        """Append a token, return the logits [V] of what follows."""
+        return self._forward(torch.tensor([[token]], device=self._device))
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self._model(input_ids=ids, cache=self._cache, use_cache=True).logits[0, -1]
+        return result
+
+
+@dataclass
+class _Lane:
+    """A model in a race: its times, and for each run the tokens and the logits they came from."""
+
+    model: nn.Module
+    spent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    runs: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+
+    def run(self, prompt: Tensor, tokens: int, limit: float) -> None:
+        """Decode once; the prompt and the first token warm up. Stops when the lane has spent `limit` seconds."""
+        begin = time.perf_counter()
+        runner = Runner(self.model)
+        seen = [runner.start(prompt)]
+        chosen = [int(seen[0].argmax())]
+        for number in range(tokens + 1):
+            start = time.perf_counter()
+            seen.append(runner.step(chosen[-1]))
+            chosen.append(int(seen[-1].argmax()))  # waits for the device
+            end = time.perf_counter()
+            if number:
+                self.times.append(end - start)
+            if self.times and self.spent + end - begin > limit:
+                break
+        self.spent += time.perf_counter() - begin
+        self.runs.append((chosen[:-1], seen))
+
+
+def race(
+    models: Mapping[str, nn.Module], prompt: Tensor, tokens: int = 32, rounds: int = 3, limit: float = 6.0
+) -> dict[str, Speed]:
+    """Time models against each other, in turns, on the same prompt.
+
+    Args:
+        models: name -> model.
+        prompt: int64 [n], n at least 1.
+        tokens: timed in a round.
+        rounds: how often each model decodes.
+        limit: seconds after which a model stops, so that an emulated one costs no more than this; it times one
+            token at least.
+
+    Returns:
+        name -> Speed.
+
+    Raises:
+        Mismatch: timed logits are not those of the definition; no speed is reported then.
+        BadInput: an empty prompt.
+    """
+    if len(prompt) == 0:
+        raise BadInput("decoding needs a prompt of at least one token")
+    lanes = {name: _Lane(model) for name, model in models.items()}
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for lane in lanes.values():
+                if lane.spent <= limit:
+                    lane.run(prompt, tokens, limit)
+        errors = {name: _check(name, lane, prompt) for name, lane in lanes.items()}
+    return {name: Speed(statistics.median(lane.times), len(lane.times), errors[name]) for name, lane in lanes.items()}
+
+
+def _check(name: str, lane: _Lane, prompt: Tensor) -> float:
+    """The largest distance of any run from the definition; raises Mismatch beyond the limit."""
+    definitions: dict[tuple[int, ...], Tensor] = {}
+    worst = 0.0
+    for chosen, seen in lane.runs:
+        key = tuple(chosen)
+        if key not in definitions:
+            with by_definition(lane.model):
+                definitions[key] = logits(lane.model, torch.cat([prompt, torch.tensor(chosen)]))[len(prompt) - 1 :]
+        worst = max(worst, distance(torch.stack(seen), definitions[key]))
+    limit = allowed(lane.model)
+    if not worst <= limit:
+        raise Mismatch(f"{name}: decoded logits are {worst:.3g} away from the definition's, allowed {limit:.3g}")
+    return worst
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| over rows of logits, each first shifted to mean 0 since softmax ignores a shift."""
+    a, b = (x.to(torch.float64) for x in (a, b))
+    a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
+    return float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def allowed(model: nn.Module) -> float:
+    """How far this model's decoded logits may be from the definition's."""
+    if any(isinstance(m, QuantLinear) and m.activation is not None for m in model.modules()):
+        return ROUNDED_AGREEMENT
+    return AGREEMENT[next(model.parameters()).dtype]
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64) -> Iterator[str]:
+    """Continue a prompt greedily; yields pieces of text as they become complete characters.
+
+    Stops at the model's end-of-sequence token, after `max_new_tokens`, or where the model's positions end.
+
+    Raises:
+        BadInput: the prompt has no token, or fills the model's positions.
+    """
+    ids = tokenizer(prompt)["input_ids"]
+    room = (getattr(model.config, "max_position_embeddings", None) or len(ids) + max_new_tokens) - len(ids)
+    if not ids or room < 1:
+        raise BadInput(f"the prompt has {len(ids)} tokens: at least 1, and fewer than the model's positions")
+    runner, stops, made, shown = Runner(model), _stops(model, tokenizer), [], ""
+    with torch.inference_mode():
+        token = int(runner.start(torch.tensor(ids)).argmax())
+        for _ in range(min(max_new_tokens, room)):
+            if token in stops:
+                return
+            made.append(token)
+            whole = tokenizer.decode(made, skip_special_tokens=True)
+            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield whole[len(shown) :]
+                shown = whole
+            token = int(runner.step(token).argmax())
+
+
+def _stops(model: Any, tokenizer: Any) -> set[int]:
+    """Every token that ends a sequence."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
+    return set(found if isinstance(found, list | tuple) else [found]) - {None}

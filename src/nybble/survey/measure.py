@@ -1,0 +1,222 @@
+"""Measuring a scheme: quality by definition, bytes as stored, speed against the original in the same minute.
+
+Quality is computed in one dtype for every scheme (float32 on a CPU), speed in the one in which the original decodes
+fastest here, since that is what a scheme has to beat. The weights are the same in both: they are quantized once.
+
+Copies of the model share every parameter with the original; quantizing replaces modules and touches no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from nybble.errors import BadInput, Mismatch, Unsupported
+from nybble.methods import quantize_, record
+from nybble.methods.api import method_module
+from nybble.methods.select import select
+from nybble.models.decode import Speed, race
+from nybble.models.evaluate import Reference, by_definition, evaluate, reference
+from nybble.ops import QuantLinear
+from nybble.quantize.layouts import DENSE
+from nybble.quantize.schemes import Scheme
+from nybble.quantize.schemes import scheme as find_scheme
+from nybble.survey.paths import service
+from nybble.survey.rows import KEPT_BITS, Original, Row
+
+Tell = Callable[[str], None]
+_PROMPT = 32
+_IGNORE = ("lm_head",)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model ready to be surveyed.
+
+    Attributes:
+        model: the original, in the dtype quality is measured in.
+        fast: the original in the dtype it decodes in.
+        windows: int64 [n] each, what quality is measured on.
+        calibration: int64 [1, n] each, none of them part of the windows; may be empty.
+        seed: for methods that draw numbers.
+        reference: the original's predictions.
+        original: its figures.
+    """
+
+    model: nn.Module
+    fast: nn.Module
+    windows: Sequence[Tensor]
+    calibration: Sequence[Tensor]
+    seed: int
+    reference: Reference
+    original: Original
+
+    @property
+    def prompt(self) -> Tensor:
+        """What decoding starts from."""
+        return self.windows[-1][:_PROMPT]
+
+
+def prepare(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    calibration: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    seed: int = 0,
+    known: Original | None = None,
+    tell: Tell = lambda text: None,
+) -> Bench:
+    """Measure the original.
+
+    Args:
+        model: not quantized, in the dtype quality is measured in.
+        windows, calibration, seed: see Bench.
+        dtypes: what the original may decode in; the fastest is taken.
+        known: its figures if they were measured in an earlier run; then only its predictions are computed again.
+        tell: called with what is being done.
+
+    Raises:
+        BadInput: a weight holds NaN or infinity (named), or the model is quantized already.
+    """
+    _check(model)
+    tell("original: quality")
+    kept = reference(model, windows, lambda done, total: tell(f"original: quality {done}/{total}"))
+    if known is not None:
+        dtype = getattr(torch, known.decode_dtype)
+        return Bench(model, share(model, dtype), windows, calibration, seed, kept, known)
+    tell("original: speed")
+    prompt, copies = windows[-1][:_PROMPT], {str(dtype): share(model, dtype) for dtype in dtypes}
+    speeds = race(copies, prompt)
+    best = max(copies, key=lambda name: speeds[name].tokens_per_second)
+    original = _original(model, kept, speeds[best], best)
+    return Bench(model, copies[best], windows, calibration, seed, kept, original)
+
+
+def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str) -> Original:
+    parameters = sum(p.numel() for p in model.parameters())
+    return Original(
+        perplexity=kept.quality.perplexity,
+        tokens_per_second=speed.tokens_per_second,
+        bytes=parameters * KEPT_BITS // 8,
+        quality_dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        decode_dtype=dtype.removeprefix("torch."),
+        parameters=parameters,
+        linears=len(select(model, _IGNORE).linears),
+    )
+
+
+def _check(model: nn.Module) -> None:
+    done = record(model)
+    if done is not None:
+        raise BadInput(f"the model is quantized already ({done.scheme.name}): survey the original instead")
+    for name, parameter in model.named_parameters():
+        bad = int((~parameter.isfinite()).sum())
+        if bad:
+            raise BadInput(f"{name} holds {bad} values that are NaN or infinite (of {parameter.numel()})")
+
+
+def share(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of the modules around the same parameters, or around parameters converted to `dtype`.
+
+    Buffers stay as they are: the frequencies of rotary embeddings need their float32.
+    """
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        same = dtype is None or parameter.dtype == dtype
+        memo[id(parameter)] = parameter if same else nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None) -> Row:
+    """One row. A scheme that cannot be had here is a row too, with the reason.
+
+    Raises:
+        BadInput: what is wrong with the model itself and not with the scheme.
+    """
+    begin, scheme = time.perf_counter(), find_scheme(name)
+    try:
+        tell(f"{scheme.name}: quantizing")
+        model = _quantized(bench, scheme, method)
+        tell(f"{scheme.name}: quality")
+        with by_definition(model):
+            progress = lambda done, total: tell(f"{scheme.name}: quality {done}/{total}")  # noqa: E731
+            quality = evaluate(model, bench.windows, bench.reference, progress)
+    except Unsupported as error:
+        return Row(scheme.name, method, path="refused", why=str(error), seconds=time.perf_counter() - begin)
+    total, bits = size(model)
+    tell(f"{scheme.name}: speed")
+    fast = _at_decode(bench, model)
+    path, why = service(fast, 1, getattr(torch, bench.original.decode_dtype))
+    speeds, note = _speeds(bench, fast, scheme.name)
+    return Row(
+        scheme=scheme.name,
+        method=method,
+        bits_per_weight=bits,
+        bytes=total,
+        perplexity=quality.perplexity,
+        kl=quality.kl,
+        top1=quality.top1,
+        path=path,
+        why=_join(why, note, _uncalibrated(bench, scheme)),
+        seconds=time.perf_counter() - begin,
+        **speeds,
+    )
+
+
+def _quantized(bench: Bench, scheme: Scheme, method: str) -> nn.Module:
+    """The model in this scheme, its parameters shared with the original, its weights in the plain layout."""
+    settings = method_module(method).Config
+    seeded = {"seed": bench.seed} if "seed" in {f.name for f in fields(settings)} else {}
+    batches = [{"input_ids": ids.to(next(bench.model.parameters()).device)} for ids in bench.calibration] or None
+    return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings(**seeded))
+
+
+def _at_decode(bench: Bench, quantized: nn.Module) -> nn.Module:
+    """The same quantized weights inside the model that decodes, laid out for its dtype."""
+    model, dtype = share(bench.fast), getattr(torch, bench.original.decode_dtype)
+    for name, layer in quantized.named_modules(remove_duplicate=False):
+        if isinstance(layer, QuantLinear):
+            place = model.get_submodule(name)
+            bias = place.bias if isinstance(place.bias, nn.Parameter) else None
+            plain = QuantLinear(layer.weight.to_layout(DENSE), bias, layer.activation, layer.activation_amax)
+            model.set_submodule(name, plain.prepare(dtype))
+    return model
+
+
+def _speeds(bench: Bench, fast: nn.Module, name: str) -> tuple[dict[str, float], str]:
+    """(the row's figures of speed, measured in turns with the original; what to say where there are none)."""
+    try:
+        speeds = race({"original": bench.fast, name: fast}, bench.prompt)
+    except Mismatch as error:
+        return {}, f"no speed: {error}"
+    own, base = speeds[name], speeds["original"]
+    figures = {
+        "tokens_per_second": own.tokens_per_second,
+        "speedup": base.seconds / own.seconds,
+        "decode_error": own.error,
+    }
+    return figures, ""
+
+
+def _uncalibrated(bench: Bench, scheme: Scheme) -> str:
+    if scheme.static_input_scale and not bench.calibration:
+        return "no text was left for calibration: input scales are measured on each call"
+    return ""
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def size(model: nn.Module) -> tuple[int, float]:
+    """(bytes of all weights, bits for each quantized weight); a shared weight counts once."""
+    weights = {id(m.weight.codes): m.weight for m in model.modules() if isinstance(m, QuantLinear)}
+    stored = sum(w.to_layout(DENSE).nbytes for w in weights.values())
+    values = sum(w.shape[0] * w.shape[1] for w in weights.values())
+    kept = sum(p.numel() for p in model.parameters()) * KEPT_BITS // 8
+    return stored + kept, 8 * stored / values if values else float(KEPT_BITS)

@@ -1,0 +1,83 @@
+"""What a survey leaves behind: survey.json for programs, survey.html for people."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from nybble.survey import plot, store
+from nybble.survey.live import HEADINGS, cells, original_cells
+from nybble.survey.recommend import DEFAULT_MAX_KL
+from nybble.survey.rows import Result, Row
+
+
+def write_all(result: Result, directory: Path, max_kl: float | None = None) -> None:
+    """Write both files into the folder, each in one step."""
+    store.write_json(directory / store.RESULT, as_json(result, max_kl))
+    store.write(directory / store.PAGE, page(result, max_kl))
+
+
+def as_json(result: Result, max_kl: float | None = None) -> dict[str, Any]:
+    """The survey as JSON holds it."""
+    identity = result.identity
+    return {
+        "nybble": identity.nybble,
+        "model": identity.model,
+        "device": identity.device,
+        "text": identity.text,
+        "text_sha256": identity.text_sha256,
+        "tokens": identity.tokens,
+        "window": identity.window,
+        "seed": identity.seed,
+        "max_kl": DEFAULT_MAX_KL if max_kl is None else max_kl,
+        "machine": result.machine,
+        "reference": result.original.as_dict(),
+        "rows": [row.as_dict() for row in result.rows],
+        "recommendation": result.recommendation and result.recommendation.as_dict(),
+    }
+
+
+def page(result: Result, max_kl: float | None = None) -> str:
+    """The survey as one page that refers to nothing outside itself."""
+    identity, original, advice = result.identity, result.original, result.recommendation
+    template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
+    facts = {
+        "model": identity.model,
+        "machine": identity.device,
+        "text": f"{identity.text} (SHA-256 {identity.text_sha256[:12]}…)",
+        "tokens": f"{identity.tokens:,}",
+        "window": f"{identity.window:,}",
+        "scheme": advice.scheme if advice else "nothing",
+        "reason": advice.reason if advice else "",
+        "linears": str(original.linears),
+        "parameters": f"{original.parameters / 1e6:.0f}",
+        "quality_dtype": original.quality_dtype,
+        "decode_dtype": original.decode_dtype,
+        "version": identity.nybble,
+        "method": ", ".join(sorted({row.method for row in result.rows})),
+        "seed": str(identity.seed),
+    }
+    return template.substitute(
+        {key: html.escape(value) for key, value in facts.items()},
+        plot=plot.svg(result, max_kl),
+        headings="".join(_cell("th", heading, heading == "path") for heading in HEADINGS),
+        rows="\n".join([_line("original", original_cells(original), ""), *(_row(row, result) for row in result.rows)]),
+    )
+
+
+def _row(row: Row, result: Result) -> str:
+    chosen = result.recommendation is not None and row.scheme == result.recommendation.scheme
+    return _line("chosen" if chosen else "", (*cells(row)[:-1], row.path), row.why)
+
+
+def _line(kind: str, shown: tuple[str, ...], why: str) -> str:
+    *numbers, path = shown
+    body = "".join(_cell("td", number) for number in numbers) + _cell("td", path, text=True)
+    return f'<tr class="{kind}">{body}<td class="text why">{html.escape(why)}</td></tr>'
+
+
+def _cell(tag: str, content: str, text: bool = False) -> str:
+    kind = ' class="text"' if text else ""
+    return f"<{tag}{kind}>{html.escape(content)}</{tag}>"

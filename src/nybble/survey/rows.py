@@ -1,0 +1,144 @@
+"""What a survey is made of: the settings it was run with, the original's figures, and one row a scheme.
+
+All are frozen dataclasses of plain values, so that they go to JSON and come back as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self
+
+Path = Literal["native", "emulated", "refused"]
+
+DEFAULT_SCHEMES = (
+    "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP8",
+    "W4A16", "W4A16_ASYM", "W4A16_G64", "W4A16_G32", "W4A16_G32_ASYM", "W4A8",
+    "NVFP4A16", "NVFP4A16_4OVER6", "NVFP4", "MXFP4A16", "MXFP4A16_FLOOR", "MXFP4", "NF4", "UFP4A16",
+    "W3A16", "W2A16",
+)  # fmt: skip
+"""compressed-tensors' presets and what they are best compared with, by falling bits."""
+
+KEPT_BITS = 16
+"""What a weight that is not quantized counts: checkpoints store such weights in bf16 or fp16."""
+
+
+class _Plain:
+    """To a dictionary and back; keys that are not known are left out."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON can hold them."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `as_dict`."""
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+
+@dataclass(frozen=True)
+class Identity(_Plain):
+    """What two runs must have in common for the rows of one to serve the other.
+
+    Attributes:
+        nybble, torch: versions.
+        model: as it was asked for.
+        files: the model's files, each "name size time".
+        text: the text's name, and `text_sha256` the hash of its content.
+        tokens, window: how many tokens were predicted from, in windows of how many.
+        seed: of whatever draws numbers.
+        device: the machine in a sentence.
+        dtype: what was asked for, or "auto".
+    """
+
+    nybble: str
+    torch: str
+    model: str
+    files: list[str]
+    text: str
+    text_sha256: str
+    tokens: int
+    window: int
+    seed: int
+    device: str
+    dtype: str
+
+    def differences(self, other: Identity) -> list[str]:
+        """The fields that differ, with both values."""
+        mine, theirs = self.as_dict(), other.as_dict()
+        return [f"{key}: {theirs[key]!r} there, {mine[key]!r} here" for key in mine if mine[key] != theirs[key]]
+
+
+@dataclass(frozen=True)
+class Original(_Plain):
+    """The original's figures.
+
+    Attributes:
+        perplexity: on the text.
+        tokens_per_second: decoding, in `decode_dtype`.
+        bytes: of all weights at 16 bits.
+        bits_per_weight: 16.
+        quality_dtype, decode_dtype: what was computed in; on a CPU the faster of float32 and bfloat16 decodes.
+        parameters: how many.
+        linears: how many nn.Linear a scheme quantizes.
+    """
+
+    perplexity: float
+    tokens_per_second: float
+    bytes: int
+    quality_dtype: str
+    decode_dtype: str
+    parameters: int
+    linears: int
+    bits_per_weight: float = KEPT_BITS
+
+
+@dataclass(frozen=True)
+class Row(_Plain):
+    """A scheme's figures; None where there is none.
+
+    Attributes:
+        scheme, method: what was done.
+        bits_per_weight: stored bits for each quantized weight, scales included.
+        bytes: of all weights: quantized ones as stored, the others at 16 bits.
+        perplexity, kl, top1: as models/evaluate.py defines them.
+        tokens_per_second: decoding at batch 1.
+        speedup: this speed over the original's, measured in turns.
+        path: native, emulated or refused, at M = 1.
+        why: which implementation serves, or why it is emulated or refused.
+        decode_error: how far the timed logits were from the definition's.
+        seconds: what the row took to measure.
+    """
+
+    scheme: str
+    method: str
+    bits_per_weight: float | None = None
+    bytes: int | None = None
+    perplexity: float | None = None
+    kl: float | None = None
+    top1: float | None = None
+    tokens_per_second: float | None = None
+    path: Path = "refused"
+    why: str = ""
+    speedup: float | None = None
+    decode_error: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Recommendation(_Plain):
+    """One scheme ("original" to keep the model as it is) and a sentence with the reason."""
+
+    scheme: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole survey."""
+
+    identity: Identity
+    machine: dict[str, Any]
+    original: Original
+    rows: list[Row] = field(default_factory=list)
+    recommendation: Recommendation | None = None
