@@ -43,7 +43,6 @@ ARCHITECTURES: dict[str, Undo] = {
     "llama": _pairs_to_halves,
     "qwen2": _as_is,
     "qwen3": _as_is,
-    "phi3": _as_is,
     "starcoder2": _as_is,
     "stablelm": _as_is,
     "gemma2": _less_one,
@@ -87,16 +86,23 @@ class GgufFile:
             field = reader.fields["general.architecture"]
             self.architecture = str(field.contents())
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self._blocks = _blocks(reader, self.architecture)
+            self._blocks = int(reader.fields[f"{self.architecture}.block_count"].contents())
+            scaling = reader.fields.get(f"{self.architecture}.rope.scaling.type")
+            self._rope_scaling = "none" if scaling is None else str(scaling.contents())
         except _READER_ERRORS as error:
             raise DamagedFile(f"{path}: not a whole GGUF file ({type(error).__name__}: {error})") from error
 
     def check(self) -> None:
-        """Raise Unsupported where files of this architecture cannot be read."""
+        """Raise Unsupported where a model cannot be made of this file without loss."""
         if self.architecture not in ARCHITECTURES:
             raise Unsupported(
                 f"{self.path}: architecture {self.architecture!r} cannot be read from GGUF; "
                 f"{', '.join(ARCHITECTURES)} can (a safetensors directory of the same model may do)"
+            )
+        if self._rope_scaling != "none":
+            raise Unsupported(
+                f"{self.path}: rotary scaling {self._rope_scaling!r} in GGUF metadata is not read, and the model would "
+                "be another without it"
             )
 
     def types(self) -> dict[str, int]:
@@ -159,7 +165,7 @@ class GgufFile:
         except (ValueError, gguf.quants.QuantError) as error:
             raise DamagedFile(f"{self.path}: {name} ({tensor.tensor_type.name}): {error}") from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        value = torch.from_numpy(values.copy() if not values.flags.writeable else values).reshape(shape)
+        value = torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
         return ARCHITECTURES[self.architecture](name, value, config)
 
 
@@ -178,7 +184,3 @@ def _reader(path: Path) -> Any:
             self._plain = np.asarray(mapped)
 
     return Reader(path)
-
-
-def _blocks(reader: Any, architecture: str) -> int:
-    return int(reader.fields[f"{architecture}.block_count"].contents())

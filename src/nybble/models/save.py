@@ -134,7 +134,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _config(model: Any, groups: Mapping[Group, list[str]]) -> dict[str, Any]:
     written: dict[str, Any] = json.loads(model.config.to_json_string())
-    written.pop("quantization_config", None)
+    for key in ("quantization_config", "_name_or_path"):  # of where it was loaded from
+        written.pop(key, None)
     written["architectures"] = [type(model).__name__]
     written["dtype"] = str(compressed_tensors.run_dtype(groups, _dtype(model))).removeprefix("torch.")
     if groups:
