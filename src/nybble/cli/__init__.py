@@ -1,0 +1,227 @@
+"""The command line: one thin function a command, and one way to end.
+
+Exit codes: 0 done, 1 an error of nybble itself (with its traceback), 2 something in the request that cannot be worked
+with (one message, no traceback), 130 stopped by Ctrl-C. Commands are imported when they run, so that `nybble --help`
+and `nybble formats` load no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import nybble
+from nybble.errors import NybbleError, UnknownName
+
+STOPPED = 130
+MODEL = "a Hugging Face directory, a .gguf file, or smollm2-135m"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (argparse's own endings raise SystemExit)."""
+    try:
+        options = _parse(list(sys.argv[1:] if argv is None else argv))
+        code: int | None = options.run(options)
+        sys.stdout.flush()
+        return code or 0
+    except NybbleError as error:
+        _say(f"nybble: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _say("nybble: stopped")
+        return STOPPED
+    except BrokenPipeError:  # the reader went away (`nybble formats | head`); nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(message + "\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with the nearest names for an option that does not exist, and no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            word = message.split()[2].split("=")[0]
+            known = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+            message += f"; nearest: {', '.join(near)}" if near else ""
+        super().error(message)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The options; an unknown command raises UnknownName with the nearest."""
+    parser, commands = _parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        raise UnknownName("command", arguments[0], commands)
+    if arguments and arguments[0] == "bench":  # has options of its own
+        return argparse.Namespace(run=_bench, rest=arguments[1:])
+    if not arguments:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if arguments[0] in commands:
+        return commands[arguments[0]].parse_args(arguments[1:])
+    return parser.parse_args(arguments)
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="nybble", description="How few bits can your model take, and is it really faster here?")
+    parser.add_argument("--version", action="version", version=f"nybble {nybble.__version__}")
+    chosen: Any = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands: dict[str, _Parser] = {}
+    for name, (text, add) in _COMMANDS.items():
+        commands[name] = chosen.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        add(commands[name])
+    return parser, commands
+
+
+def _late(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
+    """A command that is imported when it runs."""
+
+    def run(options: argparse.Namespace) -> int | None:
+        command: Callable[[argparse.Namespace], int | None] = getattr(import_module(module), function)
+        return command(options)
+
+    return run
+
+
+def _bench(options: argparse.Namespace) -> int | None:
+    return _late("nybble.cli.models", "bench")(options)
+
+
+def _add_survey(p: _Parser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL)
+    p.add_argument("--schemes", nargs="+", metavar="SCHEME", help="which, separated by spaces or commas (default: 22)")
+    p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
+    p.add_argument(
+        "--tokens", type=_count, default=4096, help="of the text's end to measure quality on (default: 4096)"
+    )
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on (default: Python's own help topics)")
+    _add_device(p)
+    p.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES),
+                   help="of quality and speed; auto: on a CPU float32 for quality and the original's faster dtype for "
+                        "speed, on a GPU the model's own")  # fmt: skip
+    p.add_argument("--seed", type=int, default=0, help="for methods that draw numbers (default: 0)")
+    p.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder for results (default: this one)")
+    p.add_argument("--max-kl", type=_positive, help="worst KL to recommend, nats a token (default: 0.02)")
+    p.add_argument("--max-bytes", type=_size, help="largest size to recommend: 120MB, 1.5GB, or bytes (default: any)")
+    p.add_argument("--force", action="store_true", help="start over, replacing a survey in DIR")
+    p.set_defaults(run=_late("nybble.cli.models", "survey"))
+
+
+def _add_quantize(p: _Parser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL)
+    p.add_argument("scheme", metavar="SCHEME", help="W4A16, NVFP4, …")
+    p.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="a new folder for the checkpoint")
+    p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
+    p.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="NAME",
+                   help="layers to leave alone, by name or re:pattern (default: lm_head)")  # fmt: skip
+    _add_device(p)
+    p.add_argument("--dtype", choices=_DTYPES, help="of what is not quantized (default: the model's own)")
+    p.set_defaults(run=_late("nybble.cli.models", "quantize"))
+
+
+def _add_generate(p: _Parser) -> None:
+    p.add_argument("model", metavar="DIR", help=MODEL)
+    p.add_argument("prompt", help="text to continue")
+    p.add_argument("--tokens", type=_count, default=64, help="at most so many new ones (default: 64)")
+    _add_device(p)
+    p.add_argument("--dtype", choices=_DTYPES, help="of activations (default: the model's own)")
+    p.set_defaults(run=_late("nybble.cli.models", "generate"))
+
+
+def _add_evaluate(p: _Parser) -> None:
+    p.add_argument("model", metavar="DIR", help=MODEL)
+    p.add_argument("--reference", metavar="MODEL", help="the original, for KL and agreement")
+    p.add_argument("--tokens", type=_count, default=4096, help="of the text's end (default: 4096)")
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's own help topics)")
+    _add_device(p)
+    p.add_argument("--dtype", choices=_DTYPES, default="float32", help="of activations (default: float32)")
+    p.set_defaults(run=_late("nybble.cli.models", "evaluate"))
+
+
+def _add_formats(p: _Parser) -> None:
+    p.add_argument("name", nargs="?", metavar="NAME", help="one format: e2m1, nvfp4, int4_g64_asym, …")
+    p.set_defaults(run=_late("nybble.cli.tables", "formats"))
+
+
+def _add_ops(p: _Parser) -> None:
+    p.add_argument("name", nargs="?", metavar="NAME", help="one op: linear, …")
+    p.add_argument("--m", type=_count0, default=1, help="rows of x, tokens (default: 1)")
+    p.add_argument("--n", type=_count, default=1024, help="outputs (default: 1024)")
+    p.add_argument("--k", type=_count, default=1024, help="inputs (default: 1024)")
+    p.add_argument("--format", help="the weight's format, with every implementation's answer (default: every scheme)")
+    p.add_argument("--activation", help="the format activations are rounded to")
+    p.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of x (default: bfloat16)")
+    p.add_argument("--device", help="cpu, cuda, … (default: a GPU where there is one)")
+    p.set_defaults(run=_late("nybble.cli.tables", "ops"))
+
+
+def _add_bench(p: _Parser) -> None:
+    p.add_argument("rest", nargs=argparse.REMAINDER, help="see nybble bench --help")
+
+
+def _add_device(p: _Parser) -> None:
+    p.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU where there is one)")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
+    "survey": ("measure every scheme's quality, bytes and speed on this machine, and recommend one", _add_survey),
+    "quantize": ("write a quantized checkpoint that transformers and vLLM load", _add_quantize),
+    "generate": ("continue a prompt", _add_generate),
+    "evaluate": ("measure perplexity, and KL and agreement against the original", _add_evaluate),
+    "formats": ("list the number formats, or every code of one", _add_formats),
+    "ops": ("tell which implementation of an op runs here, and why not the others", _add_ops),
+    "bench": ("time our kernels beside their rivals", _add_bench),
+}
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _count0(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("BbKkMmGgIi ")
+    unit = text[len(number) :].strip().lower()
+    if unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size is a number with {', '.join(u for u in _UNITS if u)}")
+    try:
+        return int(_positive(number) * _UNITS[unit])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; 120MB is one") from error
+
+
+for _type, _name in ((_count, "count"), (_count0, "count"), (_positive, "number"), (_size, "size")):
+    _type.__name__ = _name  # argparse names the type in its messages

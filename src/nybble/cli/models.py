@@ -1,0 +1,170 @@
+"""The commands that run a model: survey, quantize, generate, evaluate; and bench, which has its own options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from nybble.cli import STOPPED
+from nybble.errors import BadInput
+from nybble.machine import find_device
+
+_CALIBRATION = 4  # windows of 512 tokens
+
+
+def _console(stderr: bool = False) -> Console:
+    # Into a file or a pipe lines are as long as they need to be.
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if terminal else 200, highlight=False, markup=False)
+
+
+def _hush() -> None:
+    """Keep the libraries' own bars and advice away from ours."""
+    import logging
+
+    for name in ("transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def survey(options: argparse.Namespace) -> int:
+    """Measure every scheme; finished rows survive Ctrl-C."""
+    console = _console()
+    try:
+        _survey(options, console)
+    except KeyboardInterrupt:
+        _stopped(options.out)
+        return STOPPED
+    return 0
+
+
+def _survey(options: argparse.Namespace, console: Console) -> None:
+    from nybble.survey import DEFAULT_SCHEMES, Request
+    from nybble.survey import survey as run
+    from nybble.survey.live import Screen
+    from nybble.survey.store import PAGE, RESULT
+
+    _hush()
+    names = [name for part in options.schemes or DEFAULT_SCHEMES for name in part.split(",") if name]
+    request = Request(
+        options.model,
+        names,
+        options.method,
+        options.tokens,
+        options.text,
+        options.device,
+        options.dtype,
+        options.seed,
+        options.out,
+        options.max_kl,
+        options.max_bytes,
+        options.force,
+    )
+    with Screen(console) as screen:
+        result = run(request, screen)
+    advice = result.recommendation
+    if advice is not None:
+        console.print(f"\nrecommended: {advice.scheme}\n{advice.reason}", soft_wrap=True)
+    console.print(f"\nwritten: {options.out / RESULT}, {options.out / PAGE}", soft_wrap=True)
+
+
+def _stopped(out: Path) -> None:
+    from nybble.survey.store import ROWS
+
+    rows = len(list((out / ROWS).glob("*.*.json")))
+    kept = f"{rows} finished rows are kept in {out / ROWS}: the same command goes on" if rows else "nothing was kept"
+    _console(stderr=True).print(f"nybble: stopped; {kept}", soft_wrap=True)
+
+
+def quantize(options: argparse.Namespace) -> None:
+    """Load, quantize, save."""
+    import torch
+
+    from nybble.methods import quantize_, record
+    from nybble.methods.api import method_module
+    from nybble.models import check_saveable, load, load_tokenizer, save
+    from nybble.quantize.schemes import scheme as find_scheme
+
+    scheme, device = find_scheme(options.scheme), find_device(options.device)
+    method_module(options.method)
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise BadInput(f"{options.out} is there already: name a new folder")
+    _hush()
+    model = load(options.model, device, getattr(torch, options.dtype) if options.dtype else None)
+    tokenizer = load_tokenizer(options.model)
+    check_saveable(model, scheme, options.ignore)
+    batches = _calibration(tokenizer, device) if scheme.static_input_scale else None
+    quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches)
+    save(model, options.out, tokenizer)
+    done = record(model)
+    if done is not None:
+        share = sum(skipped.share for skipped in done.skipped)
+        _console().print(
+            f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
+            f"({share:.0%} of the original's bytes)", soft_wrap=True,
+        )  # fmt: skip
+
+
+def _calibration(tokenizer: object, device: object) -> list[dict[str, object]]:
+    """Batches of the default text that evaluation's default tokens do not touch."""
+    from nybble.models import text
+
+    windows = text.calibration(text.encode(tokenizer, text.default_text()), 4096, _CALIBRATION)
+    return [{"input_ids": ids.to(device)} for ids in windows]  # type: ignore[call-overload]
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Write a continuation as it comes."""
+    import torch
+
+    from nybble.models import load, load_tokenizer
+    from nybble.models.decode import generate as continuation
+
+    _hush()
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    model, tokenizer = load(options.model, find_device(options.device), dtype), load_tokenizer(options.model)
+    for piece in continuation(model, tokenizer, options.prompt, options.tokens):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Perplexity, and KL and agreement where there is an original to compare with."""
+    import torch
+
+    from nybble.models import load, load_tokenizer, text
+    from nybble.models.evaluate import by_definition, reference
+    from nybble.models.evaluate import evaluate as measure
+
+    _hush()
+    content, device, dtype = text.read_text(options.text), find_device(options.device), getattr(torch, options.dtype)
+    ids = text.encode(load_tokenizer(options.model), content)
+    windows = text.split(ids, options.tokens, 1024, content.name)
+    original = None
+    if options.reference is not None:
+        if not torch.equal(text.encode(load_tokenizer(options.reference), content), ids):
+            raise BadInput(f"{options.reference} and {options.model} read the text as different tokens")
+        original = reference(load(options.reference, device, dtype), windows)
+    model = load(options.model, device, dtype)
+    with by_definition(model):
+        quality = measure(model, windows, original)
+    console = _console()
+    console.print(f"text        {content.name}; last {options.tokens} tokens", soft_wrap=True)
+    console.print(f"perplexity  {quality.perplexity:.4f}")
+    if original is not None:
+        console.print(f"reference   {original.quality.perplexity:.4f}")
+        console.print(f"KL          {quality.kl:.6f} nats a token")
+        console.print(f"top-1       {quality.top1:.2%}")
+
+
+def bench(options: argparse.Namespace) -> int | None:
+    """Hand over to nybble.bench."""
+    if find_spec("nybble.bench") is None:
+        raise BadInput("nybble bench is not part of this version")
+    code: int | None = import_module("nybble.bench").main(options.rest)
+    return code
