@@ -196,7 +196,9 @@ def test_quantized_inputs_need_calibration(rng: torch.Generator) -> None:
         ("int4_g128", "ufp4", 128, "int4_g128 with ufp4 inputs"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_a_way_out(weight: str, activation: str | None, k: int, says: str) -> None:
+def test_what_cannot_be_stored_is_refused_with_a_way_out(
+    weight: str, activation: str | None, k: int, says: str
+) -> None:
     fmt, act = table.block(weight), table.block(activation) if activation else None
     assert says in (ct.refusal(fmt, act, k) or "")
     able = ct.nearest(fmt, act, {k})

@@ -180,7 +180,9 @@ def test_llama3_rotary_scaling_is_recovered(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     with torch.no_grad():
         expected, got = original(ids).logits, model(ids).logits
-        plain = model_of("llama", head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": theta})(ids).logits
+        plain = model_of("llama", head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": theta})(
+            ids
+        ).logits
     assert (got - expected).norm() / expected.norm() < 1e-6
     assert (plain - expected).norm() / expected.norm() > 1e-5, "the test would not see a rule that is lost"
     extra["rope_freqs.weight"][3] *= 1.5

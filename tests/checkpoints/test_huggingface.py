@@ -58,7 +58,9 @@ def test_what_was_read_survives_the_file(tmp_path: Path, tensors: dict[str, torc
 
 def spoil(path: Path, how: str) -> None:
     whole = path.read_bytes()
-    path.write_bytes({"truncated": whole[:-100], "empty": b"", "text": b"no tensors here", "header": b"\xff" + whole[1:]}[how])
+    path.write_bytes(
+        {"truncated": whole[:-100], "empty": b"", "text": b"no tensors here", "header": b"\xff" + whole[1:]}[how]
+    )
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "text", "header"])
