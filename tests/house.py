@@ -29,13 +29,14 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "machine": set(),
     "formats": set(),
+    "costs": {"formats"},
     "quantize": {"formats"},
-    "ops": {"formats", "quantize", "machine"},
+    "ops": {"formats", "quantize", "machine", "costs"},
     "methods": {"formats", "quantize", "ops"},
     "checkpoints": {"formats", "quantize", "methods"},
     "models": {"formats", "quantize", "ops", "methods", "checkpoints", "machine"},
     "judge": {"ops:declarations"},
-    "planner": {"formats", "quantize", "ops:declarations", "machine"},
+    "planner": {"formats", "quantize", "ops:declarations", "machine", "costs"},
     "survey": {"formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine"},
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}
@@ -46,6 +47,7 @@ ARROWS["__main__"] = {"cli"}
 OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "formats": {"numpy"},
+    "costs": set(),
     "machine": {"torch"},
     "quantize": {"numpy", "torch"},
     "ops": {"numpy", "torch", "triton", "cuda"},
@@ -53,7 +55,7 @@ OUTSIDE: dict[str, set[str]] = {
     "checkpoints": {"numpy", "torch", "safetensors", "gguf", "transformers"},
     "models": {"numpy", "torch", "safetensors", "transformers", "gguf"},
     "judge": {"numpy", "torch"},
-    "planner": {"numpy", "torch"},
+    "planner": {"numpy", "torch", "matplotlib"},
     "survey": {"numpy", "torch", "rich", "matplotlib"},
     "cli": {"numpy", "torch", "rich"},
     "__init__": {"torch"},

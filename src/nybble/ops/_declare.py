@@ -16,8 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nybble import costs
 from nybble.errors import Mismatch
 
+Cost = costs.Cost
 Promise = Literal["none", "run-to-run", "batch-invariant", "cross-machine"]
 
 
@@ -73,14 +75,6 @@ class Implementation:
     supports: Callable[..., str | None]
     native: bool
     layout: Callable[..., Any] = lambda *args: None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a call must do at least: multiply-adds counted twice, and bytes read or written once each."""
-
-    flops: float
-    nbytes: float
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ that a graph holds one opaque node whatever the format.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nybble import costs
 from nybble.errors import BadInput
 from nybble.formats import table
 from nybble.formats.spec import BlockFormat
@@ -147,11 +149,15 @@ def cases(
         yield label, (x, w, bias, table.block(activation) if activation else None, None)
 
 
-def cost(x: Tensor, w: QuantTensor, bias: Tensor | None = None, *rest: Any) -> Cost:
-    """2MNK operations; x, the stored weight and y move once."""
+def cost(
+    x: Tensor, w: QuantTensor, bias: Tensor | None = None, activation: BlockFormat | None = None, *rest: Any
+) -> Cost:
+    """2MNK operations; x, the stored weight and y move once; what decoding and rescaling add on the preferred route."""
     n, k = w.shape
     rows = x.numel() // k if k else 0
-    return Cost(2.0 * rows * n * k, w.nbytes + x.element_size() * (rows * k + rows * n))
+    steps = costs.linear(rows, n, k, w.format, activation, x.element_size())[0].steps
+    moved = w.nbytes + x.element_size() * (rows * k + rows * n)
+    return replace(steps[-1], nbytes=moved, launches=len(steps))
 
 
 def size(x: Tensor, w: QuantTensor, bias: Tensor | None = None, *rest: Any) -> float:
