@@ -1,0 +1,157 @@
+"""Ceilings of this machine, measured: bandwidth, products, and the least that a launch costs. At most a minute.
+
+What is measured is what torch's own calls reach on large operands (8192 cubed on a GPU, 2048 cubed on a CPU), the
+best of several runs on random data: other work on the machine can only slow one, and a ceiling is what can be reached. `launch` is the time of the smallest
+product, on a GPU inside a captured graph, where no Python stands between one and the next.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nybble.errors import BadInput
+
+LIMIT = 60.0
+_REPEATS, _SLICE = 7, 5.0
+
+
+def ceilings(device: str = "cpu", say: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+    """What this machine reaches: operations and bytes a second, seconds of a launch, bytes of memory.
+
+    Args:
+        device: "cpu" or "cuda".
+        say: told each figure as it is found.
+    """
+    gpu, end = device.startswith("cuda"), time.monotonic() + LIMIT - _SLICE
+    size = 8192 if gpu else 2048
+    found = {"memory": float(_memory(device))}
+    for name, make in {"bandwidth": _bandwidth, "launch": _launch, **_PRODUCTS}.items():
+        if time.monotonic() > end:
+            say(f"{name}: left out, a minute is over")
+            continue
+        try:
+            work, amount = make(device, size)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            say(f"{name}: not here ({str(error).splitlines()[0][:80]})")
+            continue
+        seconds = _seconds(work, gpu)
+        found[name] = amount / seconds if amount else seconds / _LAUNCHES
+        say(f"{name}: {found[name]:.4g}")
+    return found
+
+
+def save(path: Path, key: str, found: dict[str, float]) -> dict[str, Any]:
+    """Write ceilings with today's date, so that the file is there as a whole or not at all."""
+    record = {"key": key, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "ceilings": found}
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
+            scratch = file.name
+            json.dump(record, file, indent=1)
+        os.replace(scratch, path)
+        scratch = None
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+    return record
+
+
+Made = tuple[Callable[[], Any], float]
+
+
+def _bandwidth(device: str, size: int) -> Made:
+    a = torch.ones(size << 17 if device != "cpu" else size << 15, dtype=torch.float32, device=device)
+    b = torch.empty_like(a)
+    return (lambda: b.copy_(a), 2.0 * a.numel() * 4) if device != "cpu" else (a.sum, a.numel() * 4.0)
+
+
+_LAUNCHES = 100
+
+
+def _launch(device: str, size: int) -> Made:
+    """A hundred smallest products; amount 0 means that the time itself is wanted."""
+    x, w = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((1, 64), (64, 64)))
+
+    def run() -> None:
+        for _ in range(_LAUNCHES):
+            torch.nn.functional.linear(x, w)
+
+    if device == "cpu":
+        return run, 0.0
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay, 0.0
+
+
+def _matmul(dtype: torch.dtype) -> Callable[[str, int], Made]:
+    def make(device: str, size: int) -> Made:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        torch.mm(a[:16], b)  # refuses here what it cannot multiply
+        return lambda: torch.mm(a, b), 2.0 * size**3
+
+    return make
+
+
+def _int8(device: str, size: int) -> Made:
+    a, b = (torch.randint(-100, 100, (size, size), dtype=torch.int8, device=device) for _ in range(2))
+    torch._int_mm(a[:32], b.t())
+    return lambda: torch._int_mm(a, b.t()), 2.0 * size**3
+
+
+def _fp8(device: str, size: int) -> Made:
+    if device == "cpu":
+        raise NotImplementedError("no fp8 products on a CPU")
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def run() -> Any:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    run()
+    return run, 2.0 * size**3
+
+
+_PRODUCTS: dict[str, Callable[[str, int], Made]] = {
+    "fp32": _matmul(torch.float32),
+    "bf16": _matmul(torch.bfloat16),
+    "fp8": _fp8,
+    "int8": _int8,
+    "fp64": _matmul(torch.float64),
+}
+
+
+def _seconds(work: Callable[[], Any], gpu: bool) -> float:
+    """The best of a few runs, fewer where one takes long."""
+    work()
+    times: list[float] = []
+    end = time.monotonic() + _SLICE
+    while len(times) < _REPEATS and (not times or time.monotonic() < end):
+        if gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _memory(device: str) -> int:
+    if device != "cpu":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
