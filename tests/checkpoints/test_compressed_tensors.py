@@ -276,6 +276,19 @@ def test_inputs_that_are_not_read_are_named(inputs: dict[str, Any], says: str) -
         ct.Reader({"config_groups": {"group_0": group}})
 
 
+def test_zero_points_of_symmetric_weights_must_be_zero(tmp_path: Path, rng: torch.Generator) -> None:
+    linear = linear_of("int4_g128", None, (16, 256), rng)
+    one = ct.group(linear.weight.format, None)
+    assert one is not None
+    reader = ct.Reader(ct.config({one: []}, []))
+    zeros = torch.zeros(16, 2, dtype=torch.int8)
+    ledger = written({**ct.store(linear), "weight_zero_point": zeros}, tmp_path)
+    assert_same(reader.read("a.b", one, (16, 256), ledger).weight, linear.weight)
+    assert ledger.used == ledger.names()
+    with pytest.raises(DamagedFile, match="says symmetric"):
+        reader.read("a.b", one, (16, 256), written({**ct.store(linear), "weight_zero_point": zeros + 1}, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("leaf", "spoiled"),
     [

@@ -197,6 +197,20 @@ def test_scaling_in_the_metadata_is_refused_not_lost(tmp_path: Path) -> None:
         load(path)
 
 
+def test_one_part_of_several_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("x", np.zeros((1, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(Unsupported, match="one of 2 parts"):
+        load(path)
+
+
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     file_of({"x": (np.zeros((1, 4), np.float32), Kind.F32)}, tmp_path / "m.gguf", architecture="rwkv6")
     with pytest.raises(Unsupported, match="'rwkv6'"):

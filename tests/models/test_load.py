@@ -81,6 +81,7 @@ def test_what_is_saved_loads_equal_to_the_bit(scheme: str, dtype: torch.dtype, t
     assert before.keys() == after.keys()
     for name, module in before.items():
         assert (module.activation, module.weight.format) == (after[name].activation, after[name].weight.format)
+        assert module.weight.dtype == after[name].weight.dtype == dtype
         for part, tensor in module.weight.parts.items():
             assert torch.equal(tensor.view(-1), after[name].weight.parts[part].view(-1)), (name, part)
     assert {p.dtype for p in again.parameters()} == {dtype}
@@ -144,6 +145,7 @@ os.environ.pop("HF_HUB_OFFLINE", None)
 def refuse(*args, **kwargs):
     raise RuntimeError("the network was asked")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+sys.modules["compressed_tensors"] = None  # reading needs none of it
 import torch, nybble
 model = nybble.load(sys.argv[1])
 ids = torch.arange(24).reshape(2, 12) * 7 % 96
@@ -312,6 +314,25 @@ def test_a_truncated_checkpoint_is_named(scheme: str | None, tmp_path: Path) -> 
         load(tmp_path / "out")
 
 
+def test_experts_stored_one_by_one_are_named(tmp_path: Path) -> None:
+    model = tiny("Mixtral", num_local_experts=4)
+    with pytest.warns(UserWarning, match="stacked"):
+        quantize_(model, "W8A16")
+    save(model, tmp_path / "out")
+    stored = {**tensors_in(tmp_path / "out"), "model.layers.0.mlp.experts.0.w1.weight": torch.zeros(2, 2)}
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(Unsupported, match=r"one by one \(model\.layers\.0\.mlp\.experts\.0"):
+        load(tmp_path / "out")
+
+
+def test_a_loaded_model_generates(tmp_path: Path) -> None:
+    model = quantized("W4A16")
+    save(model, tmp_path / "out")
+    again: Any = load(tmp_path / "out")
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(again.generate(IDS, **options), model.generate(IDS, **options))
+
+
 def test_scales_of_a_quantized_cache_are_announced(tmp_path: Path) -> None:
     model = quantized("W4A16")
     save(model, tmp_path / "out")
@@ -336,20 +357,20 @@ def resident(key: str) -> int:
 @pytest.mark.raw_memory
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of peak memory")
 def test_a_quantized_model_takes_little_more_than_its_file(tmp_path: Path) -> None:
-    """Poisoned memory would count, so this test goes without."""
+    """The mapped file counts as resident beside the model that is made of it. Poisoned memory would count too."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 96}
     model = quantized("NVFP4A16", **sizes)
     save(model, tmp_path / "out")
     layer = 1024 * 4096 * 4
     file = (tmp_path / "out" / "model.safetensors").stat().st_size
     plain = sum(p.numel() for p in tiny(**sizes).parameters()) * 2
-    assert plain > file + 4 * layer, "the model is too small for the test to tell"
+    assert plain > 2 * file + 3 * layer, "the model is too small for the test to tell"
     del model
     load(tmp_path / "out")
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     again = load(tmp_path / "out")
-    assert resident("VmHWM") - before < file + 3 * layer
+    assert resident("VmHWM") - before < 2 * file + 2 * layer
     assert len(linears(again)) == 42
 
 

@@ -270,7 +270,7 @@ class Reader:
         tensor_scale = None
         if fmt.tensor_scale is not None:
             tensor_scale = 1 / tensors.scalar(f"{name}.weight_global_scale")
-        zero_point = _read_zero_point(name, one, shape, tensors) if fmt.zero_point else None
+        zero_point = _read_zero_point(name, one, shape, tensors)
         weight = QuantTensor(fmt, shape, codes, scale, tensor_scale, zero_point)
         amax = None
         if one.activation is not None and one.activation.tensor_scale is not None:
@@ -355,9 +355,13 @@ def _native(fmt: ElementFormat) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[fmt.name]
 
 
-def _read_zero_point(name: str, one: Group, shape: tuple[int, int], tensors: Ledger) -> Tensor:
-    """int8 [N, groups]."""
+def _read_zero_point(name: str, one: Group, shape: tuple[int, int], tensors: Ledger) -> Tensor | None:
+    """int8 [N, groups], or None for symmetric formats; old files hold zeros for those."""
     fmt = one.weight
+    if not fmt.zero_point:
+        if f"{name}.weight_zero_point" in tensors and bool(tensors.get(f"{name}.weight_zero_point").any()):
+            raise DamagedFile(f"{name}: has zero points, and its configuration says symmetric")
+        return None
     if one.layout != "pack-quantized":
         return tensors.scale(f"{name}.weight_zero_point", fmt, shape).to(torch.int8)
     bits, n = fmt.element.bits, shape[0]

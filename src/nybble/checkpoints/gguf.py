@@ -89,6 +89,8 @@ class GgufFile:
             self._blocks = int(reader.fields[f"{self.architecture}.block_count"].contents())
             scaling = reader.fields.get(f"{self.architecture}.rope.scaling.type")
             self._rope_scaling = "none" if scaling is None else str(scaling.contents())
+            parts = reader.fields.get("split.count")
+            self._parts = 1 if parts is None else int(parts.contents())
         except _READER_ERRORS as error:
             raise DamagedFile(f"{path}: not a whole GGUF file ({type(error).__name__}: {error})") from error
 
@@ -99,18 +101,13 @@ class GgufFile:
                 f"{self.path}: architecture {self.architecture!r} cannot be read from GGUF; "
                 f"{', '.join(ARCHITECTURES)} can (a safetensors directory of the same model may do)"
             )
+        if self._parts > 1:
+            raise Unsupported(f"{self.path}: is one of {self._parts} parts; put them together with llama-gguf-split")
         if self._rope_scaling != "none":
             raise Unsupported(
                 f"{self.path}: rotary scaling {self._rope_scaling!r} in GGUF metadata is not read, and the model would "
                 "be another without it"
             )
-
-    def types(self) -> dict[str, int]:
-        """How many values each tensor type holds, by llama.cpp's name of the type."""
-        counts: dict[str, int] = {}
-        for tensor in self._tensors.values():
-            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-        return counts
 
     def names(self, parameters: Iterable[str]) -> dict[str, str]:
         """{a transformers parameter name: the tensor's name here}, for those that the file holds."""

@@ -102,7 +102,7 @@ def load(model: str | Path, device: torch.device | str = "cpu", dtype: torch.dty
     """
     source = resolve(model)
     place = torch.device(device)
-    built = _load_gguf(source, dtype) if source.kind == "gguf" else _load_directory(source, place, dtype)
+    built = _load_gguf(source, place, dtype) if source.kind == "gguf" else _load_directory(source, place, dtype)
     return built.eval().to(place)
 
 
@@ -119,7 +119,7 @@ def load_tokenizer(model: str | Path) -> Any:
         raise BadInput(f"{source.name}: no tokenizer could be loaded: {error}") from error
 
 
-def _load_gguf(source: Source, dtype: torch.dtype | None) -> nn.Module:
+def _load_gguf(source: Source, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     from transformers import AutoConfig
 
     file = GgufFile(source.path)
@@ -136,7 +136,7 @@ def _load_gguf(source: Source, dtype: torch.dtype | None) -> nn.Module:
     unused = sorted(file.tensor_names() - set(names.values()) - {ROPE_DIVISORS})
     if unused:
         raise BadInput(f"{source.name}: {len(unused)} tensors have no place in the model, first: {unused[0]}")
-    fill(model, {name: partial(file.read, stored, config) for name, stored in names.items()}, source.name)
+    fill(model, {name: partial(file.read, stored, config) for name, stored in names.items()}, source.name, device)
     return model
 
 
@@ -181,7 +181,7 @@ def _load_original(source: Source, dtype: torch.dtype | None) -> nn.Module:
             model, seen = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype or "auto", **options)
     except ValueError as error:
         raise Unsupported(f"{source.name}: transformers loads no causal language model from it: {error}") from error
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise BadInput(f"{source.name}: its weights do not fit its {huggingface.CONFIG}: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if seen[kind]:

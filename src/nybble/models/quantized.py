@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from functools import partial
@@ -22,6 +23,8 @@ from nybble.quantize.schemes import SCHEMES, Scheme
 
 # Scales of a quantized key-value cache: the cache keeps its precision here.
 _CACHE_SCALES = re.compile(r".*\.(?:[qkv]_scale|[qkv]_zero_point)")
+
+_LONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Reader(Protocol):
@@ -56,6 +59,7 @@ def load_quantized(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = skeleton(config, dtype or tensors.dtype(_plain(tensors)) or torch.float32)
+    _refuse_lone_experts(model, tensors)
     stored = _quantized_linears(model, reader, tensors, device)
     plain = [name for name in model.state_dict() if name in tensors and name not in tensors.used]
     fill(model, {name: partial(tensors.get, name) for name in plain}, str(path), device)
@@ -65,6 +69,13 @@ def load_quantized(
         whole.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     set_record(model, _record(model, stored))
     return model
+
+
+def _refuse_lone_experts(model: nn.Module, tensors: Ledger) -> None:
+    """Experts that a file holds one by one, and transformers stacks, would need to be merged as they are read."""
+    lone = next((name for name in sorted(tensors.names()) if _LONE_EXPERT.search(name)), None)
+    if lone is not None and lone.rpartition(".")[0] not in dict(model.named_modules()):
+        raise Unsupported(f"experts stored one by one ({lone}) are not read from a quantized checkpoint")
 
 
 def _plain(tensors: Ledger) -> list[str]:
@@ -86,7 +97,8 @@ def _quantized_linears(
         bias = None
         if module.bias is not None:
             bias = nn.Parameter(tensors.get(f"{name}.bias", (module.out_features,)).to(dtype))
-        layer = QuantLinear(stored.weight, bias, stored.activation, stored.activation_amax).to(device)
+        weight = dataclasses.replace(stored.weight, dtype=dtype)
+        layer = QuantLinear(weight, bias, stored.activation, stored.activation_amax).to(device)
         replace(model, module, layer.prepare(dtype))
         done[name] = stored
     if not done:
