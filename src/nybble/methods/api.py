@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from nybble.errors import BadInput, UnknownName
-from nybble.methods.calibrate import Batch, input_amax
-from nybble.methods.select import Selection, Skipped, fused_groups, matches, select
-from nybble.ops import QuantLinear
-from nybble.quantize import QuantTensor
+from nybble.errors import BadInput
+from nybble.methods.calibrate import Batch, Calibration, batches, evaluating, input_amax
+from nybble.methods.compose import Plan, method_module, methods, plan
+from nybble.methods.pipeline import Run, replace, weight_amax
+from nybble.methods.select import Selection, Skipped, matches, select
+from nybble.methods.stages import Stage, drive, split
+from nybble.methods.work import Work, fingerprint
 from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
 
-_INFRASTRUCTURE = {"api", "calibrate", "select"}
 _RECORD = "_nybble_record"
 
 
@@ -34,6 +33,7 @@ class Record:
         quantized: names of the layers that were quantized.
         skipped: every other weight of two axes or more, with reason and share of bytes.
         ignore: the patterns that were asked to be left alone.
+        unreached: layers that no calibration input reached, where the method asked for them: rounded to nearest.
     """
 
     scheme: Scheme
@@ -41,6 +41,7 @@ class Record:
     quantized: list[str]
     skipped: list[Skipped] = field(default_factory=list)
     ignore: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
 
 def record(model: nn.Module) -> Record | None:
@@ -53,103 +54,99 @@ def set_record(model: nn.Module, value: Record) -> None:
     setattr(model, _RECORD, value)
 
 
-def methods() -> list[str]:
-    """The names of all methods: one file each in this folder."""
-    package = import_module("nybble.methods")
-    return [m.name for m in iter_modules(package.__path__) if m.name not in _INFRASTRUCTURE]
-
-
-def method_module(name: str) -> Any:
-    """The module of the method called `name`, or UnknownName with the nearest."""
-    known = methods()
-    if name not in known:
-        raise UnknownName("method", name, known)
-    return import_module(f"nybble.methods.{name}")
-
-
 def quantize_(
     model: nn.Module,
     scheme: str | Scheme,
     method: str = "rtn",
     *,
     ignore: Sequence[str] = ("lm_head",),
-    calibration: Iterable[Batch] | None = None,
+    calibration: Calibration | None = None,
     config: Any = None,
     progress: Callable[[int, int, str], None] | None = None,
+    work_dir: str | Path | None = None,
 ) -> nn.Module:
     """Replace the nn.Linear modules of any model by quantized ones, in place.
 
     Nothing is touched before every weight was found to be finite. Weights that stay as they are (embeddings, stacked
     experts, ignored or tied ones) are listed with their share of bytes by `nybble.methods.record(model)`, and
-    stacked experts are warned about.
+    stacked experts are warned about. Parameters are never written to, only replaced, so that a copy of the model
+    that shares them keeps them.
 
     Args:
         model: any module; weights may be on any device, and stay there.
         scheme: a scheme or its name ("W4A16", "NVFP4", …).
-        method: a file of nybble.methods; "rtn" rounds to nearest.
+        method: a file of nybble.methods, or several joined by "+" ("smoothquant+gptq"); "rtn" rounds to nearest.
         ignore: module names (full, or the tail after a dot) or "re:" patterns to leave alone.
-        calibration: batches the model can be called with; activation formats with a tensor scale then get a static
-            one, which a checkpoint needs.
-        config: the method's Config; None takes its defaults.
+        calibration: batches the model can be called with, or a callable that makes them; most methods need them, and
+            activation formats with a tensor scale then get a static one, which a checkpoint needs.
+        config: the method's Config, or compose.Settings for several; None takes defaults.
         progress: called with (layers done, layers in all, name) after each layer.
+        work_dir: where finished blocks are kept, so that a run that was stopped goes on; None keeps none.
 
     Returns:
         The model.
 
     Raises:
         UnknownName: no such scheme or method, with the nearest.
-        BadInput: NaN or infinity in a weight (named), or nothing to quantize.
+        BadInput: NaN or infinity in a weight or an input (named), nothing to quantize, or no calibration for a
+            method that needs it.
+        Unsupported: the method does not serve this format.
     """
-    chosen, apply = find_scheme(scheme), method_module(method)
-    settings = config or apply.Config()
+    chosen, what = find_scheme(scheme), plan(method, config)
     selection = select(model, ignore)
     if not selection.linears:
         raise BadInput(f"{type(model).__name__} has no nn.Linear to quantize (ignored: {', '.join(ignore) or 'none'})")
+    given = None if calibration is None else batches(calibration)
+    if what.needs_inputs and not given:
+        raise BadInput(
+            f"method {method!r} learns from the inputs of each layer: give calibration, batches for the model"
+        )
     _warn(model, selection, ignore)
-    amax = _weight_amax(selection.linears)
-    inputs = {}
-    if chosen.static_input_scale and calibration is not None:
-        inputs = input_amax(model, selection.linears, calibration)
-    done: dict[int, QuantTensor] = {}
-    with torch.no_grad():
-        for index, (name, linear) in enumerate(selection.linears.items()):
-            weight = done.get(id(linear.weight))
-            if weight is None:
-                weight = apply.apply(
-                    name, linear.weight, chosen, amax[name] if chosen.weight.tensor_scale else None, settings
-                )
-                done[id(linear.weight)] = weight
-            layer = QuantLinear(weight, linear.bias, chosen.activation, inputs.get(name))
-            replace(model, linear, layer.prepare(linear.weight.dtype))
-            if progress is not None:
-                progress(index + 1, len(selection.linears), name)
-    set_record(model, Record(chosen, method, list(selection.linears), selection.skipped, tuple(ignore)))
+    weight_amax(selection.linears)
+    work = None
+    if work_dir is not None:
+        work = Work(work_dir, _identity(model, chosen, what, selection, given))
+    with evaluating(model):
+        run = _prepare(model, chosen, what, selection, given, work)
+        run.progress = progress
+        run.go(_stages(model, run, selection))
+    unreached = tuple(run.unreached if what.needs_inputs else ())
+    set_record(model, Record(chosen, method, list(selection.linears), selection.skipped, tuple(ignore), unreached))
     return model
 
 
-def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` stands in the model."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child is old:
-                setattr(parent, name, new)
+def _prepare(
+    model: nn.Module, scheme: Scheme, what: Plan, selection: Selection, given: list[Batch] | None, work: Work | None
+) -> Run:
+    for part in what.changes:
+        if hasattr(part.module, "prepare"):
+            part.module.prepare(model, selection.linears, scheme, part.config)
+    amax: dict[str, Tensor] = {}
+    if given is not None and scheme.static_input_scale and not what.needs_inputs:
+        amax = input_amax(model, selection.linears, given)
+    driver = drive(model, split(model, selection.linears), given) if what.needs_inputs and given else None
+    return Run(model, scheme, what, driver, amax, work)
 
 
-def _weight_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-    """Each weight's largest magnitude, shared among fused projections; refuses NaN and infinity by name."""
-    amax = {}
-    for name, linear in linears.items():
-        if linear.weight.device.type == "meta":
-            raise BadInput(f"{name}.weight is on the meta device: load the model first")
-        low, high = torch.aminmax(linear.weight.detach())
-        amax[name] = torch.maximum(high, -low).to(torch.float32)
-        if not bool(amax[name].isfinite()):
-            bad = int((~linear.weight.isfinite()).sum())
-            raise BadInput(f"{name}.weight holds {bad} values that are NaN or infinite; nothing was changed")
-    for group in fused_groups(linears):
-        shared = torch.stack([amax[name] for name in group]).amax()
-        amax.update(dict.fromkeys(group, shared))
-    return amax
+def _stages(model: nn.Module, run: Run, selection: Selection) -> list[Stage]:
+    """Blocks where they are gone through one by one, else everything at once."""
+    if run.driver is None and run.work is None:
+        return [Stage("", model, selection.linears)]
+    return split(model, selection.linears)
+
+
+def _identity(
+    model: nn.Module, scheme: Scheme, what: Plan, selection: Selection, given: list[Batch] | None
+) -> dict[str, str]:
+    """What makes two runs the same."""
+    parts = [f"{part.name} {part.config}" for part in (*what.changes, what.rounds)]
+    return {
+        "scheme": str(scheme),
+        "method": " + ".join(parts),
+        "layers": fingerprint(list(selection.linears)),
+        "weights": fingerprint(model),
+        "calibration": fingerprint(given),
+    }
 
 
 def _warn(model: nn.Module, selection: Selection, ignore: Sequence[str]) -> None:
@@ -165,3 +162,6 @@ def _warn(model: nn.Module, selection: Selection, ignore: Sequence[str]) -> None
     unmatched = [p for p in ignore if p != "lm_head" and not any(matches(n, [p]) for n in names)]
     if unmatched:
         warnings.warn(f"ignore matches no module: {', '.join(unmatched)}", stacklevel=3)
+
+
+__all__ = ["Record", "method_module", "methods", "quantize_", "record", "replace", "set_record"]

@@ -1,29 +1,123 @@
 """What data says about the inputs of a model's linears.
 
-Batches are what the model is called with: a tensor, a tuple of positional arguments, or a mapping of keywords.
+Batches are what the model is called with: a tensor, a tuple of positional arguments, or a mapping of keywords; a
+calibration is any iterable of them, or a callable that makes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput
+from nybble.methods.layer import Inputs
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
+Calibration = Iterable[Batch] | Callable[[], Iterable[Batch]]
+
+
+def batches(calibration: Calibration) -> list[Batch]:
+    """The batches of a calibration, all of them: they are gone through more than once."""
+    return list(calibration() if callable(calibration) else calibration)
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """model(batch), a mapping as keywords and a tuple as positional arguments."""
+    """model(batch), a mapping as keywords and a tuple as positional arguments, without a key-value cache."""
+    extra: dict[str, Any] = {}
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    if takes_cache and not (isinstance(batch, Mapping) and "use_cache" in batch):
+        extra["use_cache"] = False
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
+        return model(**batch, **extra)
+    return model(*batch, **extra) if isinstance(batch, tuple) else model(batch, **extra)
 
 
-def input_amax(model: nn.Module, linears: Mapping[str, nn.Module], batches: Iterable[Batch]) -> dict[str, Tensor]:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and without gradients; each module's mode is as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class _Watch:
+    """Notes which tensor reached which linear during one call of a model."""
+
+    def __init__(self, linears: Mapping[str, nn.Module]) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
+        self._handles = [module.register_forward_pre_hook(self._note(name)) for name, module in linears.items()]
+
+    def _note(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.calls.append((name, args[0]))
+
+        return hook
+
+    def take(self) -> list[tuple[tuple[str, ...], Tensor]]:
+        """(names, tensor) for each tensor since the last time; the calls are forgotten."""
+        by_tensor: dict[int, tuple[list[str], Tensor]] = {}
+        for name, x in self.calls:
+            by_tensor.setdefault(id(x), ([], x))[0].append(name)
+        self.calls.clear()
+        return [(tuple(names), x) for names, x in by_tensor.values()]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def collect(linears: Mapping[str, nn.Linear], runs: Iterable[object]) -> dict[str, Inputs]:
+    """What reaches each linear while `runs` is gone through, one item a batch.
+
+    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry.
+
+    Raises:
+        BadInput: an input holds NaN or infinity (layer and batch named).
+    """
+    seen: dict[tuple[str, ...], Inputs] = {}
+    watch = _Watch(linears)
+    try:
+        for number, _ in enumerate(runs, 1):
+            for names, x in watch.take():
+                _add(seen, names, x, number)
+    finally:
+        watch.close()
+    return _by_name(seen)
+
+
+def _add(seen: dict[tuple[str, ...], Inputs], names: tuple[str, ...], x: Tensor, number: int) -> None:
+    if not x.numel():
+        return
+    inputs = seen.get(names)
+    if inputs is None:
+        inputs = seen[names] = Inputs(x.shape[-1], x.device)
+    try:
+        inputs.add(x)
+    except BadInput as error:
+        raise BadInput(
+            f"calibration: the input of {names[0]} holds NaN or infinity (batch {number}: {error})"
+        ) from None
+
+
+def _by_name(seen: Mapping[tuple[str, ...], Inputs]) -> dict[str, Inputs]:
+    found: dict[str, Inputs] = {}
+    for names, inputs in seen.items():
+        for name in dict.fromkeys(names):
+            found[name] = found[name].merge(inputs) if name in found else inputs
+    return found
+
+
+def input_amax(model: nn.Module, linears: Mapping[str, nn.Module], calibration: Iterable[Batch]) -> dict[str, Tensor]:
     """The largest magnitude (float32 []) that reaches each linear over all batches.
 
     Raises:
@@ -41,8 +135,8 @@ def input_amax(model: nn.Module, linears: Mapping[str, nn.Module], batches: Iter
 
     handles = [module.register_forward_pre_hook(watch(name)) for name, module in linears.items()]
     try:
-        with torch.no_grad():
-            for batch in batches:
+        with evaluating(model):
+            for batch in calibration:
                 call(model, batch)
     finally:
         for handle in handles:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from nybble.methods.layer import Layer
 from nybble.quantize import QuantTensor, quantize
-from nybble.quantize.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -34,22 +32,19 @@ class Config:
     seed: int = 0
 
 
-def apply(name: str, weight: Tensor, scheme: Scheme, tensor_amax: Tensor | None, config: Config) -> QuantTensor:
-    """Quantize the weight [N, K] of the layer `name`.
+def apply(layer: Layer, config: Config) -> QuantTensor:
+    """Quantize one layer.
 
     Args:
-        name: the layer's name, for errors.
-        weight: floating [N, K].
-        scheme: gives the format and the rule.
-        tensor_amax: float32 [], the magnitude that fused layers share; None measures the weight.
+        layer: its inputs are not looked at.
         config: the settings.
     """
     return quantize(
-        weight,
-        scheme.weight,
-        rule=config.rule or scheme.rule,
+        layer.weight,
+        layer.scheme.weight,
+        rule=config.rule or layer.scheme.rule,
         rounding=config.rounding,
         seed=config.seed,
-        tensor_amax=tensor_amax,
-        name=name,
+        tensor_amax=layer.tensor_amax if layer.scheme.weight.tensor_scale else None,
+        name=layer.name,
     )
