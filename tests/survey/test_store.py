@@ -60,9 +60,10 @@ def test_force_starts_over_and_removes_nothing_else(tmp_path: Path) -> None:
     assert not (tmp_path / store.RESULT).exists()
 
 
-def test_a_folder_where_nothing_was_measured_is_free(tmp_path: Path) -> None:
-    opened(tmp_path)
-    opened(tmp_path, replace(IDENTITY, tokens=5))
+def test_opening_writes_nothing(tmp_path: Path) -> None:
+    opened(tmp_path / "new" / "out")
+    assert list(tmp_path.iterdir()) == []
+    opened(tmp_path / "new" / "out", replace(IDENTITY, tokens=5))
 
 
 def test_results_without_rows_are_not_overwritten(tmp_path: Path) -> None:
@@ -82,6 +83,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["{", "[]", '{"scheme": "W4A16"}', "\x00"])
 def test_a_damaged_row_is_named(tmp_path: Path, damage: str) -> None:
     found = opened(tmp_path)
+    found.save_original(ORIGINAL)
     (tmp_path / store.ROWS / "W4A16.rtn.json").write_text(damage)
     with pytest.raises(BadInput, match=r"W4A16\.rtn\.json.*--force"):
         found.row("W4A16", "rtn")

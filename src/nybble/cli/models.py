@@ -8,19 +8,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from nybble.cli import STOPPED
+from nybble.cli.console import Plain
 from nybble.errors import BadInput
 from nybble.machine import find_device
 
 _CALIBRATION = 4  # windows of 512 tokens
-
-
-def _console(stderr: bool = False) -> Console:
-    # Into a file or a pipe lines are as long as they need to be.
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, width=None if terminal else 200, highlight=False, markup=False)
 
 
 def _hush() -> None:
@@ -33,7 +26,7 @@ def _hush() -> None:
 
 def survey(options: argparse.Namespace) -> int:
     """Measure every scheme; finished rows survive Ctrl-C."""
-    console = _console()
+    console = Plain()
     try:
         _survey(options, console)
     except KeyboardInterrupt:
@@ -42,7 +35,7 @@ def survey(options: argparse.Namespace) -> int:
     return 0
 
 
-def _survey(options: argparse.Namespace, console: Console) -> None:
+def _survey(options: argparse.Namespace, console: Plain) -> None:
     from nybble.survey import DEFAULT_SCHEMES, Request
     from nybble.survey import survey as run
     from nybble.survey.live import Screen
@@ -77,7 +70,7 @@ def _stopped(out: Path) -> None:
 
     rows = len(list((out / ROWS).glob("*.*.json")))
     kept = f"{rows} finished rows are kept in {out / ROWS}: the same command goes on" if rows else "nothing was kept"
-    _console(stderr=True).print(f"nybble: stopped; {kept}", soft_wrap=True)
+    Plain(stderr=True).print(f"nybble: stopped; {kept}", soft_wrap=True)
 
 
 def quantize(options: argparse.Namespace) -> None:
@@ -103,7 +96,7 @@ def quantize(options: argparse.Namespace) -> None:
     done = record(model)
     if done is not None:
         share = sum(skipped.share for skipped in done.skipped)
-        _console().print(
+        Plain().print(
             f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
             f"({share:.0%} of the original's bytes)", soft_wrap=True,
         )  # fmt: skip
@@ -153,7 +146,7 @@ def evaluate(options: argparse.Namespace) -> None:
     model = load(options.model, device, dtype)
     with by_definition(model):
         quality = measure(model, windows, original)
-    console = _console()
+    console = Plain()
     console.print(f"text        {content.name}; last {options.tokens} tokens", soft_wrap=True)
     console.print(f"perplexity  {quality.perplexity:.4f}")
     if original is not None:

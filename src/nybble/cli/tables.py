@@ -11,9 +11,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from nybble.cli.console import Plain
 from nybble.errors import BadInput, UnknownName
 from nybble.formats import BlockFormat, ElementFormat, FloatFormat, IntFormat, get, rows
 from nybble.formats.exact import decode
@@ -35,9 +35,7 @@ def _table(*headings: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def _show(table: Table) -> None:
-    # Into a file or a pipe lines are as long as they need to be.
-    width = None if sys.stdout.isatty() else 400
-    Console(width=width, highlight=False, markup=False).print(table)
+    Plain().print(table)
 
 
 def _line(text: str = "") -> None:

@@ -108,7 +108,7 @@ class _Lane:
 
 
 def race(
-    models: Mapping[str, nn.Module], prompt: Tensor, tokens: int = 32, rounds: int = 3, limit: float = 6.0
+    models: Mapping[str, nn.Module], prompt: Tensor, tokens: int = 32, rounds: int = 3, limit: float = 5
 ) -> dict[str, Speed]:
     """Time models against each other, in turns, on the same prompt.
 

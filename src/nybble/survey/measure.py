@@ -1,7 +1,8 @@
 """Measuring a scheme: quality by definition, bytes as stored, speed against the original in the same minute.
 
-Quality is computed in one dtype for every scheme (float32 on a CPU), speed in the one in which the original decodes
-fastest here, since that is what a scheme has to beat. The weights are the same in both: they are quantized once.
+Quality is computed in one dtype for every scheme (float32 on a CPU). The original's speed is that of the dtype in
+which it decodes fastest here, since that is what a scheme has to beat; a scheme decodes in the same dtype unless only
+another one has a native implementation. The weights are quantized once, so that they are the same in all.
 
 Copies of the model share every parameter with the original; quantizing replaces modules and touches no weight.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,7 +28,7 @@ from nybble.quantize.layouts import DENSE
 from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
 from nybble.survey.paths import service
-from nybble.survey.rows import KEPT_BITS, Original, Row
+from nybble.survey.rows import KEPT_BITS, Original, Path, Row
 
 Tell = Callable[[str], None]
 _PROMPT = 32
@@ -40,7 +41,7 @@ class Bench:
 
     Attributes:
         model: the original, in the dtype quality is measured in.
-        fast: the original in the dtype it decodes in.
+        copies: the original in each dtype that decoding may use, by the dtype's name.
         windows: int64 [n] each, what quality is measured on.
         calibration: int64 [1, n] each, none of them part of the windows; may be empty.
         seed: for methods that draw numbers.
@@ -49,7 +50,7 @@ class Bench:
     """
 
     model: nn.Module
-    fast: nn.Module
+    copies: Mapping[str, nn.Module]
     windows: Sequence[Tensor]
     calibration: Sequence[Tensor]
     seed: int
@@ -60,6 +61,12 @@ class Bench:
     def prompt(self) -> Tensor:
         """What decoding starts from."""
         return self.windows[-1][:_PROMPT]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """What decoding may use, the original's choice first."""
+        first = self.original.decode_dtype
+        return [first, *(name for name in self.copies if name != first)]
 
 
 def prepare(
@@ -86,15 +93,17 @@ def prepare(
     _check(model)
     tell("original: quality")
     kept = reference(model, windows, lambda done, total: tell(f"original: quality {done}/{total}"))
-    if known is not None:
-        dtype = getattr(torch, known.decode_dtype)
-        return Bench(model, share(model, dtype), windows, calibration, seed, kept, known)
-    tell("original: speed")
-    prompt, copies = windows[-1][:_PROMPT], {str(dtype): share(model, dtype) for dtype in dtypes}
-    speeds = race(copies, prompt)
-    best = max(copies, key=lambda name: speeds[name].tokens_per_second)
-    original = _original(model, kept, speeds[best], best)
-    return Bench(model, copies[best], windows, calibration, seed, kept, original)
+    copies = {_name(dtype): share(model, dtype) for dtype in dtypes}
+    if known is None:
+        tell("original: speed")
+        speeds = race(copies, windows[-1][:_PROMPT])
+        best = max(copies, key=lambda name: speeds[name].tokens_per_second)
+        known = _original(model, kept, speeds[best], best)
+    return Bench(model, copies, windows, calibration, seed, kept, known)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str) -> Original:
@@ -103,8 +112,8 @@ def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str) -> Or
         perplexity=kept.quality.perplexity,
         tokens_per_second=speed.tokens_per_second,
         bytes=parameters * KEPT_BITS // 8,
-        quality_dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        decode_dtype=dtype.removeprefix("torch."),
+        quality_dtype=_name(next(model.parameters()).dtype),
+        decode_dtype=dtype,
         parameters=parameters,
         linears=len(select(model, _IGNORE).linears),
     )
@@ -150,8 +159,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         return Row(scheme.name, method, path="refused", why=str(error), seconds=time.perf_counter() - begin)
     total, bits = size(model)
     tell(f"{scheme.name}: speed")
-    fast = _at_decode(bench, model)
-    path, why = service(fast, 1, getattr(torch, bench.original.decode_dtype))
+    dtype, fast, path, why = _at_decode(bench, model)
     speeds, note = _speeds(bench, fast, scheme.name)
     return Row(
         scheme=scheme.name,
@@ -164,6 +172,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         path=path,
         why=_join(why, note, _uncalibrated(bench, scheme)),
         seconds=time.perf_counter() - begin,
+        dtype=dtype,
         **speeds,
     )
 
@@ -176,9 +185,19 @@ def _quantized(bench: Bench, scheme: Scheme, method: str) -> nn.Module:
     return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings(**seeded))
 
 
-def _at_decode(bench: Bench, quantized: nn.Module) -> nn.Module:
-    """The same quantized weights inside the model that decodes, laid out for its dtype."""
-    model, dtype = share(bench.fast), getattr(torch, bench.original.decode_dtype)
+def _at_decode(bench: Bench, quantized: nn.Module) -> tuple[str, nn.Module, Path, str]:
+    """(dtype, model, path, why) of decoding: in the original's dtype, or in one that is served natively instead."""
+    found = []
+    for name in bench.dtypes:
+        model = _transplant(quantized, share(bench.copies[name]), getattr(torch, name))
+        found.append((name, model, *service(model, 1, getattr(torch, name))))
+        if found[-1][2] == "native":
+            return found[-1]
+    return found[0]
+
+
+def _transplant(quantized: nn.Module, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Put the quantized weights into a model that decodes in `dtype`, laid out for it."""
     for name, layer in quantized.named_modules(remove_duplicate=False):
         if isinstance(layer, QuantLinear):
             place = model.get_submodule(name)
@@ -191,7 +210,7 @@ def _at_decode(bench: Bench, quantized: nn.Module) -> nn.Module:
 def _speeds(bench: Bench, fast: nn.Module, name: str) -> tuple[dict[str, float], str]:
     """(the row's figures of speed, measured in turns with the original; what to say where there are none)."""
     try:
-        speeds = race({"original": bench.fast, name: fast}, bench.prompt)
+        speeds = race({"original": bench.copies[bench.original.decode_dtype], name: fast}, bench.prompt)
     except Mismatch as error:
         return {}, f"no speed: {error}"
     own, base = speeds[name], speeds["original"]

@@ -126,7 +126,7 @@ def place(
 ) -> list[tuple[float, float]]:
     """Lower left corners of labels (sizes in the points' units) that cover neither each other, nor any point or
     `taken` box, and stay within the frame; each as near to its point as the ones before it allow."""
-    radius = 7.0
+    radius = 7
     occupied = [*taken, *((x - radius, y - radius, x + radius, y + radius) for x, y in points)]
     places: list[tuple[float, float]] = []
     for (x, y), (width, height) in zip(points, sizes, strict=True):

@@ -104,6 +104,7 @@ class Row(_Plain):
         perplexity, kl, top1: as models/evaluate.py defines them.
         tokens_per_second: decoding at batch 1.
         speedup: this speed over the original's, measured in turns.
+        dtype: what it decodes in: the original's, or another that a native implementation wants.
         path: native, emulated or refused, at M = 1.
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
@@ -123,6 +124,7 @@ class Row(_Plain):
     speedup: float | None = None
     decode_error: float | None = None
     seconds: float | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 
-import nybble
 from nybble import machine
 from nybble.errors import BadInput, UnknownName
 from nybble.methods.api import method_module
@@ -88,7 +88,7 @@ def survey(request: Request, display: Display) -> Result:
     source, text, device = resolve(request.model), texts.read_text(request.text), machine.find_device(request.device)
     here = machine.describe(str(device))
     identity = Identity(
-        nybble=nybble.__version__,
+        nybble=import_module("nybble").__version__,
         torch=here.torch,
         model=request.model,
         files=fingerprint(source.path),

@@ -54,7 +54,7 @@ def _finite(value: Any) -> Any:
 
 
 def fingerprint(path: Path) -> list[str]:
-    """A line "name size time" for each of a model's files: one file, or those of a directory that can change what is loaded."""
+    """A line "name size time" for each file of a model: itself, or what of a directory can change what is loaded."""
     names = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _MODEL_SUFFIXES)
     return [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in names]
 
@@ -71,7 +71,7 @@ class Store:
         self._rows = directory / ROWS
 
     def open(self, force: bool = False) -> None:
-        """Make the folder ours.
+        """See that the folder is ours or free; nothing is written before the first figures are there.
 
         Args:
             force: whether another survey's rows and results may be replaced.
@@ -79,29 +79,23 @@ class Store:
         Raises:
             BadInput: the folder cannot be written, or holds another survey.
         """
-        try:
-            self._rows.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"{self.directory}: cannot be written: {error.strerror or error}") from error
+        existing = next(p for p in [self._rows, *self._rows.absolute().parents] if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise BadInput(f"{self.directory}: cannot be written")
         if force:
             self._clear()
         there = _read(self._rows / _IDENTITY)
         if there is None and (self.directory / RESULT).exists():
             raise BadInput(self._occupied([f"{RESULT} without the rows it came from"]))
         differences = [] if there is None else self.identity.differences(Identity.from_dict(_complete(there)))
-        if differences and self._measured():
+        if differences:
             raise BadInput(self._occupied(differences))
-        write_json(self._rows / _IDENTITY, self.identity.as_dict())
 
     def _occupied(self, differences: list[str]) -> str:
         return (
             f"{self.directory} holds another survey ({'; '.join(differences)}): "
             f"choose another folder with --out, or replace it with --force"
         )
-
-    def _measured(self) -> bool:
-        """Whether there is anything that replacing the folder's identity would spoil."""
-        return (self.directory / RESULT).exists() or any(p.name != _IDENTITY for p in self._rows.glob("*.json"))
 
     def _clear(self) -> None:
         """Remove what a survey writes, and nothing else."""
@@ -114,7 +108,7 @@ class Store:
 
     def save_original(self, original: Original) -> None:
         """Keep the original's figures."""
-        write_json(self._rows / _ORIGINAL, original.as_dict())
+        self._keep(_ORIGINAL, original)
 
     def row(self, scheme: str, method: str) -> Row | None:
         """The row of a scheme, if it was measured."""
@@ -122,7 +116,15 @@ class Store:
 
     def save(self, row: Row) -> None:
         """Keep a row."""
-        write_json(self._path(row.scheme, row.method), row.as_dict())
+        self._keep(self._path(row.scheme, row.method).name, row)
+
+    def _keep(self, name: str, value: Original | Row) -> None:
+        try:
+            self._rows.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{self.directory}: cannot be written: {error.strerror or error}") from error
+        write_json(self._rows / _IDENTITY, self.identity.as_dict())
+        write_json(self._rows / name, value.as_dict())
 
     def _path(self, scheme: str, method: str) -> Path:
         return self._rows / f"{scheme}.{method}.json"

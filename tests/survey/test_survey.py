@@ -1,0 +1,244 @@
+"""A whole survey of a tiny model: rows, resuming after an interruption, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from nybble.errors import BadInput, Unsupported
+from nybble.methods import quantize_
+from nybble.models import text
+from nybble.ops import QuantLinear
+from nybble.survey import Original, Request, Result, Row, measure, run, store, survey
+from nybble.survey.paths import service
+
+SCHEMES = ("W8A16", "W4A16_G32", "NVFP4", "W2A16")
+MEASURED = ("scheme", "method", "bits_per_weight", "bytes", "perplexity", "kl", "top1", "path", "why")
+
+
+class Watch:
+    """A display that remembers, and can stop the survey before a row."""
+
+    def __init__(self, stop_at: str | None = None) -> None:
+        self.stop_at = stop_at
+        self.steps: list[str] = []
+        self.rows: list[tuple[str, bool]] = []
+
+    def begin(self, title: str, total: int) -> None:
+        self.total = total
+
+    def step(self, text: str) -> None:
+        self.steps.append(text)
+        if self.stop_at is not None and self.stop_at in text:
+            raise KeyboardInterrupt
+
+    def original(self, original: Original) -> None:
+        self.reference = original
+
+    def row(self, row: Row, kept: bool) -> None:
+        self.rows.append((row.scheme, kept))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("survey")
+    tiny.directory(path / "model")
+    tiny.sentences(path / "text.txt")
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decode a little only."""
+    race = measure.race
+    monkeypatch.setattr(measure, "race", lambda models, prompt: race(models, prompt, tokens=2, rounds=1))
+    return
+
+
+def request(place: Path, out: str, **changes: Any) -> Request:
+    """A survey of the tiny model on the CPU."""
+    asked = Request(
+        str(place / "model"),
+        SCHEMES,
+        tokens=200,
+        text=str(place / "text.txt"),
+        device="cpu",
+        dtype="bfloat16",
+        out=place / out,
+    )
+    return replace(asked, **changes)
+
+
+def figures(result: Result) -> list[tuple[object, ...]]:
+    """What must not depend on when it was measured: everything but times."""
+    return [tuple(getattr(row, key) for key in MEASURED) for row in result.rows]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_survey_of_a_real_model(place: Path) -> None:
+    watch = Watch()
+    found = survey(request(place, "whole"), watch)
+    assert [row.scheme for row in found.rows] == list(SCHEMES)
+    assert watch.rows == [(name, False) for name in SCHEMES]
+    by_name = {row.scheme: row for row in found.rows}
+    kl = [by_name[name].kl or 0 for name in ("W8A16", "W4A16_G32", "W2A16")]
+    assert 0 < kl[0] < kl[1] < kl[2]
+    assert by_name["W4A16_G32"].bits_per_weight == 4.5
+    assert by_name["NVFP4"].path == "emulated"
+    assert "nvfp4" in by_name["NVFP4"].why
+    for row in found.rows:
+        assert row.bytes is not None
+        assert row.bytes < found.original.bytes
+        assert row.tokens_per_second is not None
+        assert row.speedup is not None
+        assert row.decode_error is not None
+    written = json.loads((place / "whole" / store.RESULT).read_text())
+    assert [row["scheme"] for row in written["rows"]] == list(SCHEMES)
+    assert written["recommendation"]["reason"]
+    assert (place / "whole" / store.PAGE).stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "moment", ["loading", "original: speed", "W8A16: quantizing", "W4A16_G32: speed", "W2A16: quality"]
+)
+def test_an_interrupted_survey_goes_on(place: Path, moment: str) -> None:
+    out = f"stopped at {moment}"
+    with pytest.raises(KeyboardInterrupt):
+        survey(request(place, out), Watch(stop_at=moment))
+    assert not (place / out / store.RESULT).exists()
+    finished = {p.name.split(".")[0] for p in (place / out / store.ROWS).glob("*.*.json")}
+    watch = Watch()
+    found = survey(request(place, out), watch)
+    assert watch.rows == [(name, name in finished) for name in SCHEMES]
+    assert figures(found) == figures(survey(request(place, "uninterrupted"), Watch()))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_finished_survey_is_read_not_measured(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = survey(request(place, "twice"), Watch())
+    monkeypatch.setattr(run, "load", lambda *args: pytest.fail("the model was loaded"))
+    watch = Watch()
+    assert survey(request(place, "twice"), watch) == first
+    assert watch.steps == []
+    tight = survey(request(place, "twice", max_kl=1e-9), Watch())
+    assert tight.recommendation is not None
+    assert tight.recommendation.scheme == "original"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_folder_of_another_survey_is_refused_and_loses_nothing(place: Path) -> None:
+    first = survey(request(place, "taken", schemes=("W8A16",)), Watch())
+    before = (place / "taken" / store.RESULT).read_bytes()
+    with pytest.raises(BadInput, match="tokens: 200 there, 150 here"):
+        survey(request(place, "taken", schemes=("W8A16",), tokens=150), Watch())
+    assert (place / "taken" / store.RESULT).read_bytes() == before
+    again = survey(request(place, "taken", schemes=("W8A16",), tokens=150, force=True), Watch())
+    assert figures(again) != figures(first)
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_are_added_to_a_survey(place: Path) -> None:
+    survey(request(place, "more", schemes=("W8A16",)), Watch())
+    watch = Watch()
+    survey(request(place, "more", schemes=("w8a16", "W4A16", "W8A16")), watch)
+    assert watch.rows == [("W8A16", True), ("W4A16", False)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_refused_scheme_is_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize = measure.quantize_
+
+    def refuse(model: Any, scheme: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheme.name == "NVFP4":
+            raise Unsupported("nvfp4 needs more than this", {"kernel": "K = 64"})
+        return quantize(model, scheme, *args, **kwargs)
+
+    monkeypatch.setattr(measure, "quantize_", refuse)
+    found = survey(request(place, "refused", schemes=("NVFP4", "W8A16")), Watch())
+    assert found.rows[0].path == "refused"
+    assert "nvfp4 needs more" in found.rows[0].why
+    assert found.rows[0].kl is None
+    assert found.rows[1].kl is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_kernel_that_is_wrong_gets_no_speed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = QuantLinear.forward
+    monkeypatch.setattr(QuantLinear, "forward", lambda self, x: forward(self, x).neg())
+    (row,) = survey(request(place, "wrong", schemes=("W8A16",)), Watch()).rows
+    assert row.tokens_per_second is None
+    assert row.kl is not None
+    assert "no speed: W8A16: decoded logits are" in row.why
+
+
+def test_a_nan_in_a_weight_names_the_tensor(place: Path, tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    tiny.directory(tmp_path / "nan", model)
+    with pytest.raises(BadInput, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds 1 values that are NaN"):
+        survey(request(place, "nan", model=str(tmp_path / "nan")), Watch())
+
+
+def test_a_quantized_model_is_refused(place: Path) -> None:
+    model = quantize_(tiny.llama(), "W8A16")
+    ids = [torch.arange(20)]
+    with pytest.raises(BadInput, match=r"quantized already \(W8A16\)"):
+        measure.prepare(model, ids, [], [torch.float32])
+
+
+def test_a_short_text_is_refused_before_the_model_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "load", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(BadInput, match=r"has \d+ tokens and 900000 were asked for"):
+        survey(request(place, "short", tokens=900_000), Watch())
+    survey_again = request(place, "short", tokens=900_001)
+    with pytest.raises(BadInput, match="900001"):
+        survey(survey_again, Watch())
+
+
+def test_nothing_given_is_changed(place: Path) -> None:
+    model = tiny.llama()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    windows = text.split(torch.arange(100) % tiny.VOCABULARY, 90, 32)
+    bench = measure.prepare(model, windows, [torch.arange(16)[None]], [torch.float32, torch.bfloat16])
+    measure.measure(bench, "NVFP4", "rtn")
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_sizes_count_kept_weights_at_16_bits_and_shared_ones_once() -> None:
+    model = tiny.llama(tie_word_embeddings=True)
+    linears = sum(
+        m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"
+    )
+    kept = sum(p.numel() for p in model.parameters()) - linears
+    quantize_(model, "W4A16_G32")
+    total, bits = measure.size(model)
+    assert bits == 4.5
+    assert total == kept * 2 + linears * 4.5 / 8
+
+
+def test_buffers_keep_their_dtype_when_a_copy_changes_its() -> None:
+    model = tiny.llama()
+    copy = measure.share(model, torch.bfloat16)
+    assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in copy.buffers()} == {torch.float32}
+    assert all(a is b for a, b in zip(measure.share(model).parameters(), model.parameters(), strict=True))
+
+
+def test_the_path_is_that_of_the_worst_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 24))
+    quantize_(model, "W4A16_G32", ignore=())
+    path, why = service(model, 1, torch.bfloat16)
+    assert path == "emulated"
+    assert "1 of 2 layers" in why
+    assert "N = 24" in why
+    assert service(model[:1], 1, torch.bfloat16) == ("native", "linear_w4a16_group_cpu")
