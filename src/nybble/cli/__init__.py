@@ -169,6 +169,26 @@ def _add_ops(p: _Parser) -> None:
     p.set_defaults(run=_late("nybble.cli.tables", "ops"))
 
 
+def _add_plan(p: _Parser) -> None:
+    p.add_argument("target", metavar="MODEL|NxK", help=f"{MODEL}, or a weight's shape: 28672x8192")
+    p.add_argument("--machine", default="here", metavar="NAME", help="of the table, a .toml file, or here (default)")
+    p.add_argument("--tokens", type=_counts, default=[1, 16, 2048], metavar="M,M,…",
+                   help="that go through at once (default: 1,16,2048)")  # fmt: skip
+    p.add_argument("--schemes", nargs="+", metavar="SCHEME", help="which to compare with bf16 (default: 15)")
+    p.add_argument("--context", type=_count, default=4096, help="tokens whose keys and values are kept (default: 4096)")
+    p.add_argument("--budget-gib", type=_positive, help="for weights and cache (default: the machine's memory)")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="time against M as a picture (.png, .svg, .pdf)")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    p.set_defaults(run=_late("nybble.cli.plan", "plan"))
+
+
+def _add_machine(p: _Parser) -> None:
+    p.add_argument("name", nargs="?", metavar="NAME", help="one machine, a .toml file, or here (default: the table)")
+    p.add_argument("--measure", action="store_true", help="measure this machine, a minute at most, and keep it")
+    p.add_argument("--example", action="store_true", help="print a .toml file that describes a machine")
+    p.set_defaults(run=_late("nybble.cli.plan", "machine"))
+
+
 def _add_bench(p: _Parser) -> None:
     p.add_argument("rest", nargs=argparse.REMAINDER, help="see nybble bench --help")
 
@@ -184,6 +204,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
     "evaluate": ("measure perplexity, and KL and agreement against the original", _add_evaluate),
     "formats": ("list the number formats, or every code of one", _add_formats),
     "ops": ("tell which implementation of an op runs here, and why not the others", _add_ops),
+    "plan": ("predict every scheme's speed on a machine, before trying", _add_plan),
+    "machine": ("show the rates that predictions rest on, or measure this machine's", _add_machine),
     "bench": ("time our kernels beside their rivals", _add_bench),
 }
 
@@ -193,6 +215,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(word) for word in text.split(",") if word]
+
+
+_counts.__name__ = "list of counts"  # argparse names the type in its messages
 
 
 def _count0(text: str) -> int:

@@ -1,6 +1,6 @@
 """This machine: which row of the table it is, and the ceilings measured on it, kept on disk. No torch is imported.
 
-    $XDG_CACHE_HOME/nybble/machines/<name>.json    {"key", "date", "ceilings", …}, written by `nybble machine --measure`
+$XDG_CACHE_HOME/nybble/machines/<name>.json    {"key", "date", "ceilings", …}, written by `nybble machine --measure`
 """
 
 from __future__ import annotations
@@ -101,6 +101,6 @@ def from_ceilings(name: str, ceilings: Mapping[str, float], date: str) -> Machin
     units = {unit: value for unit, value in ceilings.items() if unit in UNITS}
     row = Machine(
         name, name, ceilings["memory"], ceilings["bandwidth"], units, dict.fromkeys(SCALARS[:-1], units["fp32"] / 2),
-        ceilings["launch"], "measured here", ("scalars: half of the measured fp32 rate",),
+        ceilings["launch"], "measured here", ("scalars: half of the measured fp32 rate",), shared="cores" in name,
     )  # fmt: skip
     return replace(row, measured=dict.fromkeys(ceilings, date))

@@ -36,7 +36,7 @@ class Machine:
         source: where the figures are from.
         uncertain: what of it is not in that source, and what it rests on.
         measured: figure -> date on which it was measured here.
-        host: another unit that shares this memory: "" for none, or that it is a CPU behind a bus.
+        shared: whether products run on the scalar units, so that decoding and multiplying take turns.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Machine:
     source: str
     uncertain: tuple[str, ...] = ()
     measured: Mapping[str, str] = field(default_factory=dict)
+    shared: bool = False
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "bandwidth": self.bandwidth, **self.units, **self.scalars}
@@ -57,11 +58,6 @@ class Machine:
         unknown = [u for u in self.units if u not in UNITS] + [s for s in self.scalars if s not in SCALARS]
         if wrong or unknown:
             raise BadInput(f"machine {self.name!r}: {', '.join([*wrong, *(f'unknown unit {u!r}' for u in unknown)])}")
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether multiply-adds have units of their own; otherwise they share the scalar ones."""
-        return "bf16" in self.units and self.units["bf16"] > self.units.get("fp32", 0)
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes as JSON can hold them."""
@@ -90,7 +86,8 @@ def _nvidia(
         # the vector rate, half of the tensor cores' where those exist (A100, H100, H200)
         scalars["fp64"] = units["fp64"] * T / (4 if name in ("a100", "h100", "h200") else 2)
     rates = {unit: rate * T for unit, rate in units.items()}
-    _add(Machine(name, title, gb * G, gbs * G, rates, scalars, _LAUNCH, source, (*uncertain, _LAUNCH_NOTE)))
+    notes = (*uncertain, _LAUNCH_NOTE)
+    _add(Machine(name, title, gb * G, gbs * G, rates, scalars, _LAUNCH, source, notes, shared="bf16" not in units))
 
 
 _nvidia("a100", "NVIDIA A100 SXM4 80 GB", 80, 2039, 108, 1.41, "64 64 64 16",
@@ -106,7 +103,8 @@ _nvidia("b200", "NVIDIA B200 SXM 180 GB", 180, 8000, 148, 1.85, "128 64 64 64",
         {"fp64": 37, "fp32": 75, "bf16": 2250, "fp8": 4500, "mxfp8": 4500, "fp4": 9000, "int8": 4500},
         "NVIDIA HGX B200 datasheet, an eighth of the board",
         "clock and scalar lanes: taken from sm_90's, NVIDIA gives none",
-        "int8 is tcgen05's rate; Triton 3.6 compiles int8 products to mma.sync, whose rate NVIDIA does not give")  # fmt: skip
+        "int8 is tcgen05's rate; Triton 3.6 compiles int8 products to mma.sync, whose rate NVIDIA "
+        "does not give")  # fmt: skip
 _nvidia("b300", "NVIDIA B300 SXM 288 GB", 288, 8000, 148, 1.92, "128 64 64 64",
         {"fp64": 1.25, "fp32": 75, "bf16": 2250, "fp8": 4500, "mxfp8": 4500, "fp4": 13500},
         "NVIDIA HGX B300 datasheet, an eighth of the board",
@@ -134,7 +132,8 @@ _nvidia("rtx5090", "NVIDIA GeForce RTX 5090 32 GB", 32, 1792, 170, 2.41, "128 12
         "mxfp8: taken to run at fp8's rate")  # fmt: skip
 _nvidia("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Workstation 96 GB", 96, 1792, 188, 2.6, "128 128 64 64",
         {"fp32": 125, "bf16": 503.8, "fp8": 1007.6, "mxfp8": 1007.6, "fp4": 2015, "int8": 1007.6},
-        "NVIDIA RTX PRO Blackwell whitepaper; with float32 accumulation", "mxfp8: taken to run at fp8's rate")  # fmt: skip
+        "NVIDIA RTX PRO Blackwell whitepaper; with float32 accumulation",
+        "mxfp8: taken to run at fp8's rate")  # fmt: skip
 _nvidia("orin-nano", "NVIDIA Jetson Orin Nano 8 GB", 8, 68, 8, 0.625, "128 64 64 64",
         {"fp32": 1.28, "bf16": 10, "int8": 20},
         "NVIDIA Jetson Orin Nano datasheet: 40 TOPS with sparsity", "bf16: half of int8's rate")  # fmt: skip
@@ -159,18 +158,21 @@ _amd("mi350", "AMD Instinct MI350X 288 GB", 288, 8000,
      {"fp64": 72.1, "fp32": 144.2, "bf16": 2306.9, "fp8": 4613.8, "mxfp8": 4613.8, "fp4": 9227.5, "int8": 4613.8},
      "AMD MI350X datasheet", "fp4: MXFP4 only, groups of 32")  # fmt: skip
 
+_VECTOR = ("float", "logic", "shift", "convert", "int32")
 _add(Machine(
     "m4", "Apple M4, 10-core GPU, 16 GB", 16 * G, 120 * G, {"fp32": 3.02 * T, "bf16": 3.02 * T},
-    {"float": 2.1 * T, "logic": 2.1 * T, "shift": 2.1 * T, "convert": 2.1 * T, "int32": 2.1 * T}, 2e-4,
+    dict.fromkeys(_VECTOR, 2.1 * T), 2e-4,
     "bandwidth and memory: Apple's M4 specification; products: 3.02 TFLOP/s, measured by others "
     "(an M4 re-implementation of arXiv 2607.22785)",
     ("scalars: half of 4.2 TFLOP/s float32, no vendor figure", "launch: 0.2 ms assumed for a Metal command buffer"),
+    shared=True,
 ))  # fmt: skip
 _add(Machine(
-    "epyc-2c", "AMD EPYC (Zen 5), 2 cores, AVX-512 VNNI and BF16", 24 * G, 23.5 * G,
-    {"fp32": 0.283 * T, "bf16": 0.74 * T}, {kind: 80 * G for kind in ("float", "logic", "shift", "convert", "int32")},
-    6e-6, "measured on a two-core virtual machine with torch 2.13, 30 Nov 2026: a 8192 x 8192 weight at M = 1 and 16",
-    ("scalars: 16 lanes of two cores at 2.5 GHz; launch: the order of a torch call on a CPU",),
+    "epyc-2c", "AMD EPYC (Zen 5), 2 cores, AVX-512 VNNI and BF16", 24 * G, 30.5 * G,
+    {"fp64": 0.0378 * T, "fp32": 0.0654 * T, "bf16": 0.286 * T, "int8": 0.33 * T}, dict.fromkeys(_VECTOR, 0.166 * T),
+    3.7e-6, "measured on a two-core virtual machine with torch 2.13, 30 Nov 2026: products of 2048 cubed, the best of "
+    "three runs on a busy machine; bandwidth: an int8 weight of 8192 x 8192 in 2.2 ms",
+    ("scalars: two cores x two 512-bit ports x 2.6 GHz",), shared=True,
 ))  # fmt: skip
 
 EXAMPLE = """\
@@ -180,6 +182,7 @@ memory_gb = 24
 bandwidth_gbs = 936
 launch_us = 2.5
 source = "where the figures are from"
+shared = false      # true where products run on the scalar units (no tensor cores)
 [tflops]            # dense; leave out what the machine does not have
 fp32 = 35.6         # fp64 fp32 bf16 fp8 mxfp8 fp4 int8 int4
 bf16 = 71
@@ -222,13 +225,15 @@ def from_toml(path: Path) -> Machine:
         raise BadInput(f"{path}: cannot be read: {error}; a machine looks like this:\n{EXAMPLE}") from error
     missing = [key for key in ("name", "memory_gb", "bandwidth_gbs", "tflops", "scalar_tera") if key not in found]
     if missing or "float" not in found["scalar_tera"]:
-        raise BadInput(f"{path}: lacks {', '.join(missing or ['scalar_tera.float'])}; a machine looks like this:\n{EXAMPLE}")
+        raise BadInput(
+            f"{path}: lacks {', '.join(missing or ['scalar_tera.float'])}; a machine looks like this:\n{EXAMPLE}"
+        )
     scalar = {kind: found["scalar_tera"].get(kind, found["scalar_tera"]["float"]) * T for kind in SCALARS[:-1]}
     scalar |= {kind: rate * T for kind, rate in found["scalar_tera"].items()}
     return Machine(
         str(found["name"]), str(found.get("title", found["name"])), found["memory_gb"] * G, found["bandwidth_gbs"] * G,
-        {unit: rate * T for unit, rate in found["tflops"].items()}, scalar, found.get("launch_us", _LAUNCH * 1e6) * 1e-6,
-        str(found.get("source", path)),
+        {unit: rate * T for unit, rate in found["tflops"].items()}, scalar,
+        found.get("launch_us", _LAUNCH * 1e6) * 1e-6, str(found.get("source", path)), shared=bool(found.get("shared")),
     )  # fmt: skip
 
 
@@ -240,8 +245,15 @@ def with_measured(row: Machine, ceilings: Mapping[str, float], date: str) -> Mac
         ceilings: "bandwidth", "launch", "memory" or a multiply unit -> what was measured.
         date: of the measurement.
     """
-    own = {key: value for key, value in ceilings.items() if key in ("bandwidth", "launch", "memory")}
     units = {**row.units, **{key: value for key, value in ceilings.items() if key in UNITS}}
     measured = {**row.measured, **dict.fromkeys(ceilings, date)}
     kept = row.uncertain if "launch" not in ceilings else tuple(u for u in row.uncertain if u[:7] != "launch:")
-    return replace(row, units=units, measured=measured, uncertain=kept, **own)
+    return replace(
+        row,
+        memory=ceilings.get("memory", row.memory),
+        bandwidth=ceilings.get("bandwidth", row.bandwidth),
+        launch=ceilings.get("launch", row.launch),
+        units=units,
+        measured=measured,
+        uncertain=kept,
+    )

@@ -1,8 +1,9 @@
 """Ceilings of this machine, measured: bandwidth, products, and the least that a launch costs. At most a minute.
 
-What is measured is what torch's own calls reach on large operands (8192 cubed on a GPU, 2048 cubed on a CPU), the
-best of several runs on random data: other work on the machine can only slow one, and a ceiling is what can be reached. `launch` is the time of the smallest
-product, on a GPU inside a captured graph, where no Python stands between one and the next.
+What is measured is what torch's own calls reach on large operands (8192 cubed on a GPU, 2048 cubed on a CPU) of random
+data, the best of several runs: other work on the machine can only slow one, and a ceiling is what can be reached.
+`launch` is the time of the smallest product, on a GPU inside a captured graph, where no Python stands between one and
+the next.
 """
 
 from __future__ import annotations

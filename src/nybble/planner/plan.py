@@ -174,7 +174,9 @@ def _rows(model: Model, machine: Machine, m: int, names: Sequence[str]) -> list[
         try:
             each = [(x.count, of_linear(m, x.n, x.k, name, machine)) for x in model.linears]
         except Unsupported as error:
-            found.append(Row(name, m, None, None, "", "refused", "; ".join(f"{a}: {b}" for a, b in error.reasons.items())))
+            found.append(
+                Row(name, m, None, None, "", "refused", "; ".join(f"{a}: {b}" for a, b in error.reasons.items()))
+            )
             continue
         seconds = sum(count * p.seconds for count, p in each)
         _, longest = max(each, key=lambda pair: pair[0] * pair[1].seconds)
@@ -202,8 +204,10 @@ def _verdict(phase: str, rows: Sequence[Row], able: Sequence[str]) -> Verdict | 
         return None
     name = max((n for n in speed if speed[n] >= 0.99 * top), key=_bits)
     bound = next(row.bound for row in mine if row.scheme == name)
-    losers = [row.scheme for row in mine if (row.speedup or 1) < 1 and row.path == "native"]
-    slower = f"; slower than {ORIGINAL}: {', '.join(dict.fromkeys(losers))}" if losers else ""
+    slower = ""
+    for m in tokens:
+        losers = [r.scheme for r in mine if r.tokens == m and r.path == "native" and (r.speedup or 1) < 1 - PAYS]
+        slower += f"; at M = {m} slower than {ORIGINAL}: {', '.join(losers)}" if losers else ""
     return Verdict(phase, tokens, name, top, f"{at}: {name}, {speed[name]:.2f}x {ORIGINAL}, bound by {bound}{slower}.")
 
 
@@ -235,9 +239,7 @@ def _mixed(
     model: Model, machine: Machine, tokens: Sequence[int], names: Sequence[str], room: float
 ) -> tuple[dict[str, str], str]:
     """A scheme for each linear: the fastest, then, while they do not fit, the change that costs least a byte saved."""
-    times = {
-        x: {n: t for n in names if (t := _objective(x, n, machine, tokens)) is not None} for x in model.linears
-    }
+    times = {x: {n: t for n in names if (t := _objective(x, n, machine, tokens)) is not None} for x in model.linears}
     size = {x: {n: x.count * _bytes(x, n) for n in names} for x in model.linears}
     chosen = {x: min(times[x], key=lambda n: (times[x][n], -_bits(n))) for x in model.linears}
     while sum(size[x][chosen[x]] for x in chosen) > room:
@@ -262,7 +264,9 @@ def _mixed(
 
 
 def _gain(chosen: dict[Linear, str], total: float, uniform: dict[str, float], one: str | None) -> str:
-    kinds = ", ".join(f"{n} for {'/'.join(x.name for x in chosen if chosen[x] == n)}" for n in dict.fromkeys(chosen.values()))
+    kinds = ", ".join(
+        f"{n} for {'/'.join(x.name for x in chosen if chosen[x] == n)}" for n in dict.fromkeys(chosen.values())
+    )
     mixed = len(set(chosen.values())) > 1
     base = uniform.get(ORIGINAL)
     against = f", {base / total:.2f}x {ORIGINAL}" if base else ""
@@ -275,9 +279,10 @@ def _fits_nowhere(model: Model, size: dict[str, int], cache: int, limit: float, 
     name = min(size, key=lambda n: size[n])
     need = size[name] + cache
     roomy = {row.name: f"{row.memory / 2**30:.0f} GiB" for row in TABLE.values() if row.memory >= need}
-    holds = f"would hold it: {', '.join(f'{n} ({g})' for n, g in roomy.items())}" if roomy else (
-        f"no machine of the table holds it; {math.ceil(need / max(r.memory for r in TABLE.values()))} of the largest would"
-    )  # fmt: skip
+    largest = max(row.memory for row in TABLE.values())
+    holds = f"no machine of the table holds it; {math.ceil(need / largest)} of the largest would"
+    if roomy:
+        holds = f"would hold it: {', '.join(f'{n} ({g})' for n, g in roomy.items())}"
     return Unsupported(
         f"{model.name} fits no way into {limit / 2**30:.1f} GiB on {machine.name}: the smallest, {name}, takes "
         f"{size[name] / 2**30:.1f} GiB and its cache {cache / 2**30:.1f} GiB; {holds}"

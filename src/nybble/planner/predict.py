@@ -3,8 +3,8 @@
     T = max(alpha F / P, beta Q / B, sum_c gamma_c / P_c) + launches * t        for each step of a route
 
 F operations on multiply units of rate P, Q bytes at bandwidth B, gamma_c instructions of class c on scalar units, t a
-launch. Steps follow one another, so their times add. Where a machine multiplies on its scalar units (no tensor cores),
-decoding and multiplying take turns, and their terms add too.
+launch. Steps follow one another, so their times add. Where products run on the scalar units (no tensor cores, or fp32
+beside them), decoding and multiplying take turns, and their terms add too.
 
 The maximum says that a kernel overlaps its three kinds of work perfectly; it bounds the best kernel from below, and a
 real one can only be slower. arXiv 2606.06510 calls the first three terms alpha, beta and gamma.
@@ -19,8 +19,6 @@ from typing import Any
 from nybble.costs import Cost, Route
 from nybble.errors import Unsupported
 from nybble.planner.machines import Machine
-
-SCALAR = "CUDA cores"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def terms(cost: Cost, machine: Machine) -> Terms:
     work = "reconstruction" if "fp64" in cost.gamma or "int32" in cost.gamma else work
     compute = cost.alpha * cost.flops / machine.units[cost.unit] if cost.flops else 0.0
     scalar = sum(count / machine.scalars[kind] for kind, count in cost.gamma.items())
-    shared = cost.unit == "fp32" or not machine.tensor_cores
+    shared = machine.shared or cost.unit == "fp32"
     memory = cost.beta * cost.nbytes / machine.bandwidth
     return Terms(compute, memory, scalar, cost.launches * machine.launch, cost.unit, work, shared)
 

@@ -1,0 +1,130 @@
+"""A plan as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nybble.errors import BadInput, Unsupported
+from nybble.planner.machines import Machine
+from nybble.planner.plan import ORIGINAL, Plan, of_linear
+from nybble.planner.shapes import Model
+
+_SAMPLES = tuple(round(2 ** (i / 4)) for i in range(53))
+"""Numbers of tokens the picture samples: 1 to 8192, four to an octave."""
+
+
+def machine_lines(row: Machine) -> list[str]:
+    """A machine's figures, each measured one with its date."""
+
+    def figure(name: str, value: float, unit: str) -> str:
+        mark = f"  measured {row.measured[name]}" if name in row.measured else ""
+        return f"  {name:<10} {value:>10.4g} {unit}{mark}"
+
+    lines = [f"{row.name}: {row.title}", figure("memory", row.memory / 2**30, "GiB")]
+    lines += [figure("bandwidth", row.bandwidth / 1e9, "GB/s"), figure("launch", row.launch * 1e6, "us")]
+    lines += [figure(unit, rate / 1e12, "T/s") for unit, rate in row.units.items()]
+    scalars = ", ".join(f"{kind} {rate / 1e12:.3g}" for kind, rate in row.scalars.items())
+    lines += [f"  scalar     {scalars} T/s"]
+    return [*lines, f"  source     {row.source}", *(f"  uncertain  {note}" for note in row.uncertain)]
+
+
+def cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """The table: headings, and a row a scheme."""
+    tokens = sorted({row.tokens for row in plan.rows})
+    head = ["scheme", "weights", "path", *(f"M={m}" for m in tokens), "bound by"]
+    body = []
+    for name, size in plan.weight_bytes.items():
+        mine = [row for row in plan.rows if row.scheme == name]
+        fits = "" if plan.fits(name) else " too large"
+        speeds = [_speed(row.seconds, row.speedup) for row in mine]
+        bounds = " | ".join(dict.fromkeys(row.bound or row.why for row in mine))
+        body.append([name, f"{size / 2**30:.2f} GiB{fits}", mine[0].path, *speeds, bounds])
+    return head, body
+
+
+def _speed(seconds: float | None, speedup: float | None) -> str:
+    return "-" if seconds is None else f"{_time(seconds)} {speedup:.2f}x"
+
+
+def _time(seconds: float) -> str:
+    unit, factor = next((u, f) for u, f in (("us", 1e6), ("ms", 1e3), ("s", 1.0)) if seconds * f < 1000 or u == "s")
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def closing(plan: Plan) -> list[str]:
+    """What stands under the table."""
+    used = f"{plan.cache_bytes / 2**30:.2f} GiB of keys and values; {plan.budget / 2**30:.1f} GiB to fill"
+    mixed = [f"model: {plan.sentence}"] if plan.sentence else []
+    measured = plan.machine["measured"]
+    origin = f"measured: {', '.join(f'{k} ({v})' for k, v in measured.items())}" if measured else "peaks of the table"
+    return [used, *(verdict.sentence for verdict in plan.verdicts), *mixed,
+            f"rates of {plan.machine['name']}: {origin}. Predictions bound the best kernel; linears only; quality is "
+            f"measured by `nybble survey`."]  # fmt: skip
+
+
+def curves(model: Model, machine: Machine, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    """(M, seconds over all linears) of each scheme that the machine can run; `names` holds the original."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name in names:
+        try:
+            found[name] = [
+                (m, sum(x.count * of_linear(m, x.n, x.k, name, machine).seconds for x in model.linears))
+                for m in sorted(set(_SAMPLES))
+            ]
+        except Unsupported:
+            continue
+    return found
+
+
+def crossovers(found: dict[str, list[tuple[int, float]]]) -> list[tuple[str, str, int, float]]:
+    """(faster before, faster from here on, M, seconds) wherever the fastest scheme changes by more than a hair."""
+    changes: list[tuple[str, str, int, float]] = []
+    best: str | None = None
+    for i, (m, _) in enumerate(next(iter(found.values()))):
+        times = {name: line[i][1] for name, line in found.items()}
+        top = min(times, key=lambda n: times[n])
+        if best is not None and times[top] < 0.99 * times[best]:
+            changes.append((best, top, m, times[top]))
+            best = top
+        best = best or top
+    return changes
+
+
+def picture(path: Path, model: Model, machine: Machine, names: Sequence[str]) -> None:
+    """Time against M, one line a scheme, the points where another scheme becomes the fastest marked.
+
+    Raises:
+        BadInput: the file cannot be written, or its ending is no picture's.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = curves(model, machine, names)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for i, (name, line) in enumerate(found.items()):
+        style: dict[str, Any] = {"color": "black", "lw": 2.5} if name == ORIGINAL else {"color": f"C{(i - 1) % 10}"}
+        native = all(of_linear(1, x.n, x.k, name, machine).native for x in model.linears)
+        style["ls"] = ":" if not native else "-" if i <= 10 else "--"
+        axes.plot(*zip(*line, strict=True), label=name if native else f"{name} (emulated)", **style)
+    for before, after, m, seconds in crossovers(found):
+        axes.plot(m, seconds, "o", color="black", ms=7, mfc="white", zorder=5)
+        axes.annotate(f"M = {m}: {after}\ninstead of {before}", (m, seconds), xytext=(24, 6), fontsize=8,
+                      textcoords="offset points", arrowprops={"arrowstyle": "-", "lw": 0.6}, zorder=6,
+                      bbox={"boxstyle": "round", "fc": "white", "ec": "0.8"})  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([4**i for i in range(7)], [str(4**i) for i in range(7)])
+    axes.margins(y=0.12)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens at once, M")
+    axes.set_ylabel("predicted seconds, all linears")
+    axes.set_title(f"{model.name} on {machine.title}")
+    axes.grid(which="both", alpha=0.2)
+    axes.legend(fontsize=8, ncols=2)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: no picture can be written there: {error}") from error
