@@ -15,7 +15,9 @@ what they mean:
                            weight_global_scale and, for quantized inputs, input_global_scale: float32 [1]
 
 Integers are offset by 2^(b-1) and packed without gaps, nibbles have the even column low, scales lie row by row. A
-global scale is a divisor, w = e2m1 * scale / global; in memory we hold the multiplier fl32(1 / global).
+global scale is a divisor, w = e2m1 * scale / global; in memory we hold the multiplier t = fl32(1 / global). Writing
+fl32(1 / t) and reading it gives t back, for every t that is a reciprocal (a test tries all mantissas); of other
+numbers, which ModelOpt's files may hold, one in six comes back one unit away.
 
 Groups must divide K: the library refuses to run others (its FP8 blocks may be ragged, its groups of inputs may not).
 """
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of, encode_of, reciprocal
+from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of, encode_of
 from nybble.errors import BadInput, DamagedFile, Unsupported
 from nybble.formats import table
 from nybble.formats.spec import BlockFormat, ElementFormat, IntFormat
@@ -214,7 +216,7 @@ def _store_scales(weight: QuantTensor, one: Group) -> dict[str, Tensor]:
     scale = weight.scale.view(torch.float8_e4m3fn) if fmt.scale == table.E4M3 else weight.scale
     stored = {"weight_scale": scale.flatten() if fmt.block == (None, None) else scale}
     if weight.tensor_scale is not None:
-        stored["weight_global_scale"] = reciprocal(weight.tensor_scale.cpu()).reshape(1)
+        stored["weight_global_scale"] = (1 / weight.tensor_scale).reshape(1)
     if weight.zero_point is not None:
         packed = one.layout == "pack-quantized"
         zeros = weight.zero_point
@@ -236,7 +238,7 @@ def _store_input(linear: StoredLinear) -> dict[str, Tensor]:
             f"{linear.activation.name} inputs need a scale measured on data, and none was: "
             "quantize with calibration=<batches the model can be called with>, or keep the inputs (…A16)"
         )
-    return {"input_global_scale": encode_of(linear.activation, linear.activation_amax.cpu()).reshape(1)}
+    return {"input_global_scale": encode_of(linear.activation, linear.activation_amax).reshape(1)}
 
 
 class Reader:

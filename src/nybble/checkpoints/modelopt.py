@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nybble.checkpoints import huggingface
-from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of, reciprocal
+from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of
 from nybble.errors import Unsupported
 from nybble.formats import table
 from nybble.quantize import QuantTensor
@@ -66,5 +66,5 @@ class Reader:
         weight = QuantTensor(fmt, shape, codes, scale, tensors.scalar(f"{name}.weight_scale_2"))
         if f"{name}.input_scale" not in tensors:
             return StoredLinear(weight)
-        encode = reciprocal(tensors.scalar(f"{name}.input_scale"))
+        encode = 1 / tensors.scalar(f"{name}.input_scale")
         return StoredLinear(weight, fmt, amax_of(fmt, encode))

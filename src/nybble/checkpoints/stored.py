@@ -1,9 +1,9 @@
-"""What every layout of quantized linears shares: what is read, and how two reciprocal scales are matched."""
+"""What every layout of quantized linears shares: what is read, and how calibrated inputs are told."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,6 @@ from nybble.errors import BadInput, DamagedFile
 from nybble.formats.spec import BlockFormat
 from nybble.quantize import QuantTensor, scales
 from nybble.quantize.blocks import scale_shape
-
-_NEIGHBOURS = 4  # a float32 reciprocal taken twice is off by one unit at most; this is ample
 
 
 @dataclass(frozen=True)
@@ -84,26 +82,6 @@ class Ledger:
         return value.to(torch.float32).reshape(())
 
 
-def invert(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
-    """The float32 x nearest to `guess` with function(x) == value, bit for bit; `guess` where there is none.
-
-    A scale and its reciprocal are both rounded to float32, so that taking the reciprocal twice may be off by a
-    unit. What was made from some x has an x; it is looked for among the neighbours.
-    """
-    up = down = guess
-    for _ in range(_NEIGHBOURS + 1):
-        for candidate in (up, down):
-            if torch.equal(function(candidate), value):
-                return candidate
-        up, down = torch.nextafter(up, up * 2), torch.nextafter(down, down / 2)
-    return guess
-
-
-def reciprocal(value: Tensor) -> Tensor:
-    """The float32 g with fl32(1 / g) == value: a divisor for a multiplier, or the other way round."""
-    return invert(lambda g: 1 / g, value, 1 / value)
-
-
 def encode_of(activation: BlockFormat, amax: Tensor) -> Tensor:
     """What inputs of largest magnitude `amax` are multiplied by before rounding: fl32(target * E / amax)."""
     scale = scales.tensor_scale(activation.rule, activation, amax)
@@ -113,6 +91,13 @@ def encode_of(activation: BlockFormat, amax: Tensor) -> Tensor:
 
 
 def amax_of(activation: BlockFormat, encode: Tensor) -> Tensor:
-    """The input magnitude that gives this encode factor; the inverse of `encode_of`."""
-    top = activation.target * activation.element.max
-    return invert(lambda amax: encode_of(activation, amax), encode, top / encode)
+    """The input magnitude that gives this encode factor, exactly for every factor that some magnitude gives.
+
+    `encode_of` rounds twice (torch divides a number by a tensor through the reciprocal), so that the quotient may be
+    a unit away from the magnitude; its two neighbours are tried as well. A test goes through all mantissas.
+    """
+    guess = torch.tensor(activation.target * activation.element.max, device=encode.device) / encode
+    amax = guess
+    for candidate in (torch.nextafter(guess, guess * 2), torch.nextafter(guess, guess / 2)):
+        amax = torch.where(encode_of(activation, amax) == encode, amax, candidate)
+    return torch.where(encode_of(activation, amax) == encode, amax, guess)
