@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -130,5 +131,16 @@ def test_the_picture_is_the_same_each_time() -> None:
 
 
 def test_place_keeps_off_what_is_taken() -> None:
-    (corner,) = plot.place([(50.0, 50.0)], [(30.0, 10.0)], (0, 0, 100, 100), [(52, 40, 100, 60)])
-    assert corner[0] + 30 <= 52 or corner[1] >= 60 or corner[1] + 10 <= 40
+    ((left, _),) = plot.place([(50.0, 50.0)], [(30.0, 10.0)], (0, 0, 100, 100), [(52, 40, 100, 60)])
+    assert left + 30 < 50
+
+
+def test_crowded_labels_stand_in_the_order_of_their_points() -> None:
+    points = [(50.0, 50.0 + i % 3) for i in range(6)]
+    places = plot.place(points, [(30.0, 10.0)] * 6, (0, 0, 200, 100))
+    assert len({x for x, _ in places}) == 1
+    heights = sorted(y for _, y in places)
+    assert [b - a for a, b in pairwise(heights)] == [10.0] * 5
+    assert heights[0] >= 0
+    assert heights[-1] + 10 <= 100
+    assert max(places[i][1] for i in (0, 3)) < min(places[i][1] for i in (2, 5))

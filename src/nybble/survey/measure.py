@@ -28,7 +28,7 @@ from nybble.quantize.layouts import DENSE
 from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
 from nybble.survey.paths import service
-from nybble.survey.rows import KEPT_BITS, Original, Path, Row
+from nybble.survey.rows import KEPT_BITS, Original, Row, Service
 
 Tell = Callable[[str], None]
 _PROMPT = 32
@@ -185,7 +185,7 @@ def _quantized(bench: Bench, scheme: Scheme, method: str) -> nn.Module:
     return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings(**seeded))
 
 
-def _at_decode(bench: Bench, quantized: nn.Module) -> tuple[str, nn.Module, Path, str]:
+def _at_decode(bench: Bench, quantized: nn.Module) -> tuple[str, nn.Module, Service, str]:
     """(dtype, model, path, why) of decoding: in the original's dtype, or in one that is served natively instead."""
     found = []
     for name in bench.dtypes:

@@ -9,12 +9,12 @@ from torch import nn
 
 from nybble.ops import Candidate, QuantLinear, explain
 from nybble.ops.linear import LINEAR
-from nybble.survey.rows import Path
+from nybble.survey.rows import Service
 
-_RANK: dict[Path, int] = {"native": 0, "emulated": 1, "refused": 2}
+_RANK: dict[Service, int] = {"native": 0, "emulated": 1, "refused": 2}
 
 
-def service(model: nn.Module, m: int, dtype: torch.dtype) -> tuple[Path, str]:
+def service(model: nn.Module, m: int, dtype: torch.dtype) -> tuple[Service, str]:
     """(path, why) for inputs of m rows: the path is that of the worst-served layer, since all of them run.
 
     Returns:
@@ -23,7 +23,7 @@ def service(model: nn.Module, m: int, dtype: torch.dtype) -> tuple[Path, str]:
     """
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     served = [explain_layer(layer, m, dtype) for layer in layers]
-    worst: Path = max((_path(lines) for lines in served), key=lambda path: _RANK[path], default="native")
+    worst: Service = max((_path(lines) for lines in served), key=lambda path: _RANK[path], default="native")
     if worst == "native":
         return worst, ", ".join(sorted({line.name for lines in served for line in lines if line.chosen}))
     bad = [lines for lines in served if _path(lines) == worst]
@@ -39,7 +39,7 @@ def explain_layer(layer: QuantLinear, m: int, dtype: torch.dtype) -> list[Candid
     return explain(LINEAR, device.type, probe, layer.weight, layer.bias, layer.activation, layer.activation_amax)
 
 
-def _path(lines: list[Candidate]) -> Path:
+def _path(lines: list[Candidate]) -> Service:
     chosen = next((line for line in lines if line.chosen), None)
     if chosen is None:
         return "refused"

@@ -7,7 +7,6 @@ so that none covers another or a point; one that had to move is tied to its poin
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from nybble.survey.rows import Result, Row
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 _BLUE, _GREY, _RED = "#1c5d99", "#666666", "#b3261e"
+_RADIUS, _GAP = 7, 13  # of a point, and from a point to its label, in pixels
 _SMALLEST_KL = 1e-6  # a logarithmic axis has no place for an exact copy
 
 
@@ -52,7 +52,8 @@ def _quality(axes: Any, rows: Sequence[Row], result: Result, max_kl: float) -> N
     for row in rows:
         native, chosen = row.path == "native", _is_chosen(row, result)
         face = _BLUE if native else "white"
-        axes.plot(_mb(row), _kl(row), "o", markersize=8, markerfacecolor=face, markeredgecolor=_BLUE, mew=1.6, zorder=3)
+        axes.plot(_mb(row), _kl(row), "o", markersize=8, markerfacecolor=face, markeredgecolor=_BLUE, mew=1.6,
+                  zorder=4 if native else 3)  # fmt: skip
         if chosen:
             axes.plot(_mb(row), _kl(row), "o", markersize=16, markerfacecolor="none", markeredgecolor=_RED, mew=1.8)
     axes.set_yscale("log")
@@ -62,7 +63,7 @@ def _quality(axes: Any, rows: Sequence[Row], result: Result, max_kl: float) -> N
     axes.text(original, 0.02, f"original: {original:.0f} MB ", transform=axes.get_xaxis_transform(), rotation=90,
               ha="right", va="bottom", color=_GREY, fontsize=9)  # fmt: skip
     axes.axhline(max_kl, color=_RED, linestyle=":", linewidth=1.2)
-    axes.text(0.995, max_kl, f"quality limit: KL {max_kl:g}", transform=axes.get_yaxis_transform(), ha="right",
+    axes.text(0.01, max_kl, f"quality limit: KL {max_kl:g}", transform=axes.get_yaxis_transform(), ha="left",
               va="bottom", color=_RED, fontsize=9)  # fmt: skip
     axes.set_title("Quality lost against size: lower left is better", loc="left", fontsize=11)
     axes.set_xlabel("size of all weights, MB")
@@ -99,62 +100,100 @@ def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
     axes.set_xlim(0, 1.18 * max([1.0, *(row.speedup or 0 for row in timed)]))
     axes.set_ylim(-0.7, max(len(timed), 1) - 0.3)
     axes.set_xlabel("tokens/s at batch 1 over the original's")
-    original = result.original.tokens_per_second
-    axes.set_title(f"Decoding speed (dashed: original, {original:.1f} tokens/s)", loc="left", fontsize=11)
+    axes.text(1, 0.02, f"original: {result.original.tokens_per_second:.1f} tokens/s ", rotation=90, color=_GREY,
+              transform=axes.get_xaxis_transform(), ha="right", va="bottom", fontsize=9)  # fmt: skip
+    axes.set_title("Decoding speed: longer is better", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _label(axes: Any, rows: Sequence[Row]) -> None:
     """Write each scheme's name beside its point."""
     points = [tuple(axes.transData.transform((_mb(row), _kl(row)))) for row in rows]
-    texts = [axes.annotate(row.scheme, (0, 0), xycoords="figure pixels", fontsize=9, zorder=5) for row in rows]
-    sizes = [(box.width + 2, box.height) for box in (text.get_window_extent() for text in texts)]
+    texts = [axes.annotate(row.scheme, (0, 0), xycoords="figure pixels", fontsize=9) for row in rows]
+    sizes = [(box.width, box.height) for box in (text.get_window_extent() for text in texts)]
     taken = [_box(axes.get_legend().get_window_extent())]
     taken += [_box(text.get_window_extent()) for text in axes.texts if text not in texts]
     places = place(points, sizes, _box(axes.get_window_extent()), taken)
     back = axes.transData.inverted()
-    for text, (x, y), point, size in zip(texts, places, points, sizes, strict=True):
+    for text, (x, y), point, (width, height) in zip(texts, places, points, sizes, strict=True):
         text.remove()
-        near = math.dist((min(max(point[0], x), x + size[0]), y + size[1] / 2), point) < 16
-        arrow = None if near else {"arrowstyle": "-", "color": _GREY, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
-        axes.annotate(text.get_text(), back.transform(point), back.transform((x, y)), xycoords="data",
-                      textcoords="data", fontsize=9, arrowprops=arrow, zorder=5, annotation_clip=False)  # fmt: skip
+        near = abs(y + height / 2 - point[1]) < height / 2 and min(abs(x - point[0]), abs(x + width - point[0])) < 20
+        if not near:
+            end = (x - 2 if x > point[0] else x + width + 2, y + height / 2)
+            line = back.transform([point, end])
+            axes.plot(line[:, 0], line[:, 1], color=_GREY, linewidth=0.7, zorder=2, scalex=False, scaley=False)
+        where = back.transform((x, y + height / 2))
+        axes.annotate(text.get_text(), where, fontsize=9, va="center", zorder=5, annotation_clip=False)
 
 
 def place(
     points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], frame: Box, taken: Sequence[Box] = ()
 ) -> list[tuple[float, float]]:
-    """Lower left corners of labels (sizes in the points' units) that cover neither each other, nor any point or
-    `taken` box, and stay within the frame; each as near to its point as the ones before it allow."""
-    radius = 7
-    occupied = [*taken, *((x - radius, y - radius, x + radius, y + radius) for x, y in points)]
-    places: list[tuple[float, float]] = []
-    for (x, y), (width, height) in zip(points, sizes, strict=True):
-        best, least = (x + radius, y - height / 2), math.inf
-        for near, corner in _candidates(x, y, width, height, radius):
-            box = (*corner, corner[0] + width, corner[1] + height)
-            cost = near + 1e3 * sum(_overlap(box, other) for other in occupied) + 1e3 * _outside(box, frame)
-            if cost < least:
-                best, least = corner, cost
-        places.append(best)
-        occupied.append((*best, best[0] + width, best[1] + height))
-    return places
+    """Lower left corners of labels (sizes in the points' units) that cover neither each other nor any point.
+
+    A label stands to the right of its point. Labels that would collide form a group and stand in one column beside
+    all of the group's points, in the order of their height, so that the lines to the points do not cross. A group
+    whose column leaves the frame or meets a `taken` box stands on the left.
+    """
+    groups = [[i] for i in range(len(points))]
+    while True:
+        boxes = {i: box for group in groups for i, box in _column(group, points, sizes, frame, taken).items()}
+        pair = _collision(groups, boxes, points)
+        if pair is None:
+            return [boxes[i][:2] for i in range(len(points))]
+        a, b = pair
+        groups[a] += groups.pop(b)
 
 
-def _candidates(
-    x: float, y: float, width: float, height: float, radius: float
-) -> list[tuple[float, tuple[float, float]]]:
-    """(distance, corner) of where a label could stand: right, left, above and below, at growing distance."""
-    found = []
-    for step in range(14):
-        gap = radius + 1 + 9 * step
-        rises = [0.0] if step == 0 else [0.0, 0.5 * gap, -0.5 * gap, gap, -gap, 1.8 * gap, -1.8 * gap]
-        for rise in rises:
-            found.append((gap + abs(rise), (x + gap, y - height / 2 + rise)))
-            found.append((gap + abs(rise) + 1, (x - gap - width, y - height / 2 + rise)))
-        found.append((gap + 2, (x - width / 2, y + gap)))
-        found.append((gap + 2, (x - width / 2, y - gap - height)))
-    return found
+def _column(
+    group: Sequence[int],
+    points: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    frame: Box,
+    taken: Sequence[Box],
+) -> dict[int, Box]:
+    """The boxes of a group's labels in one column."""
+    order = sorted(group, key=lambda i: points[i][1])
+    bottoms = _spread([points[i][1] - sizes[i][1] / 2 for i in order], [sizes[i][1] for i in order], frame)
+    gap = _GAP if len(group) == 1 else 2 * _GAP
+    right, left = max(points[i][0] for i in group) + gap, min(points[i][0] for i in group) - gap
+    sides = [
+        {i: (x, y, x + sizes[i][0], y + sizes[i][1]) for i, y in zip(order, bottoms, strict=True) for x in (at(i),)}
+        for at in (lambda i: right, lambda i: left - sizes[i][0])
+    ]
+
+    def cost(boxes: dict[int, Box]) -> float:
+        return sum(_overlap(b, t) for b in boxes.values() for t in taken) + sum(
+            _outside(b, frame) for b in boxes.values()
+        )
+
+    return min(sides, key=cost)
+
+
+def _spread(bottoms: Sequence[float], heights: Sequence[float], frame: Box) -> list[float]:
+    """Ascending bottoms moved apart so that nothing overlaps, as a whole where they were, inside the frame if it is
+    high enough."""
+    found: list[float] = []
+    for bottom, height in zip(bottoms, heights, strict=True):
+        found.append(max(bottom, found[-1] + height) if found else bottom)
+    drift = sum(found) / len(found) - sum(bottoms) / len(bottoms)
+    low, high = frame[1] - (found[0] - drift), frame[3] - (found[-1] - drift + heights[-1])
+    return [bottom - drift + max(0.0, low) + min(0.0, high) for bottom in found]
+
+
+def _collision(
+    groups: Sequence[Sequence[int]], boxes: dict[int, Box], points: Sequence[tuple[float, float]]
+) -> tuple[int, int] | None:
+    """The first two groups of which a label covers a label or a point."""
+    marks = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points]
+    for a, first in enumerate(groups):
+        for b in range(a + 1, len(groups)):
+            second = groups[b]
+            pairs = [(boxes[i], other) for i in first for j in second for other in (boxes[j], marks[j])]
+            pairs += [(boxes[j], marks[i]) for i in first for j in second]
+            if any(_overlap(one, other) for one, other in pairs):
+                return a, b
+    return None
 
 
 def _overlap(a: Box, b: Box) -> float:

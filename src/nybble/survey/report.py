@@ -49,7 +49,6 @@ def page(result: Result, max_kl: float | None = None) -> str:
         "text": f"{identity.text} (SHA-256 {identity.text_sha256[:12]}…)",
         "tokens": f"{identity.tokens:,}",
         "window": f"{identity.window:,}",
-        "scheme": advice.scheme if advice else "nothing",
         "reason": advice.reason if advice else "",
         "linears": str(original.linears),
         "parameters": f"{original.parameters / 1e6:.0f}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
-Path = Literal["native", "emulated", "refused"]
+Service = Literal["native", "emulated", "refused"]
 
 DEFAULT_SCHEMES = (
     "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16", "MXFP8",
@@ -119,7 +119,7 @@ class Row(_Plain):
     kl: float | None = None
     top1: float | None = None
     tokens_per_second: float | None = None
-    path: Path = "refused"
+    path: Service = "refused"
     why: str = ""
     speedup: float | None = None
     decode_error: float | None = None
