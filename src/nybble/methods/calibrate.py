@@ -51,11 +51,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """Notes which tensor reached which linear during one call of a model."""
+    """Notes which tensor reached which linear during one call of a model, and which normalization made it."""
 
-    def __init__(self, linears: Mapping[str, nn.Module]) -> None:
+    def __init__(self, linears: Mapping[str, nn.Module], around: nn.Module | None) -> None:
         self.calls: list[tuple[str, Tensor]] = []
+        self._made: dict[int, tuple[nn.Module, Tensor]] = {}
         self._handles = [module.register_forward_pre_hook(self._note(name)) for name, module in linears.items()]
+        norms = [] if around is None else [module for module in around.modules() if _is_norm(module)]
+        self._handles += [module.register_forward_hook(self._output) for module in norms]
+
+    def _output(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        if isinstance(result, Tensor):
+            self._made[id(result)] = (module, result)
 
     def _note(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -63,44 +70,60 @@ class _Watch:
 
         return hook
 
-    def take(self) -> list[tuple[tuple[str, ...], Tensor]]:
-        """(names, tensor) for each tensor since the last time; the calls are forgotten."""
+    def take(self) -> list[tuple[tuple[str, ...], Tensor, nn.Module | None]]:
+        """(names, tensor, its normalization) for each tensor since the last time; the calls are forgotten."""
         by_tensor: dict[int, tuple[list[str], Tensor]] = {}
         for name, x in self.calls:
             by_tensor.setdefault(id(x), ([], x))[0].append(name)
+        made = {key: module for key, (module, _) in self._made.items()}
         self.calls.clear()
-        return [(tuple(names), x) for names, x in by_tensor.values()]
+        self._made.clear()
+        return [(tuple(names), x, made.get(id(x))) for names, x in by_tensor.values()]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def collect(linears: Mapping[str, nn.Linear], runs: Iterable[object]) -> dict[str, Inputs]:
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module multiplies each channel by a weight of its own, as far as its parameters tell."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 1 and not list(module.children())
+
+
+def collect(
+    linears: Mapping[str, nn.Linear], runs: Iterable[object], around: nn.Module | None = None
+) -> dict[str, Inputs]:
     """What reaches each linear while `runs` is gone through, one item a batch.
 
-    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry.
+    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry. With
+    `around`, a module that holds the linears, inputs know the normalization in it that made them.
 
     Raises:
         BadInput: an input holds NaN or infinity (layer and batch named).
     """
     seen: dict[tuple[str, ...], Inputs] = {}
-    watch = _Watch(linears)
+    watch = _Watch(linears, around)
     try:
         for number, _ in enumerate(runs, 1):
-            for names, x in watch.take():
-                _add(seen, names, x, number)
+            for names, x, producer in watch.take():
+                _add(seen, names, x, producer, number)
     finally:
         watch.close()
     return _by_name(seen)
 
 
-def _add(seen: dict[tuple[str, ...], Inputs], names: tuple[str, ...], x: Tensor, number: int) -> None:
+def _add(
+    seen: dict[tuple[str, ...], Inputs], names: tuple[str, ...], x: Tensor, producer: nn.Module | None, number: int
+) -> None:
     if not x.numel():
         return
     inputs = seen.get(names)
     if inputs is None:
         inputs = seen[names] = Inputs(x.shape[-1], x.device)
+        inputs.producer = producer
+    if inputs.producer is not producer:
+        inputs.producer = None
     try:
         inputs.add(x)
     except BadInput as error:

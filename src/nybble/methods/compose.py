@@ -2,9 +2,9 @@
 
 A method's file has a `Config` and one or more of
 
-    apply(layer, config) -> QuantTensor      rounds one linear                          (rtn, gptq, schur, …)
-    fold(stage, inputs, scheme, config)      changes one block so that it rounds better (smoothquant, awq)
-    prepare(model, linears, scheme, config)  the same for the whole model               (hadamard)
+    apply(layer, config) -> QuantTensor          rounds one linear                          (rtn, gptq, schur, …)
+    fold(stage, inputs, scheme, config, probe)   changes one block so that it rounds better (smoothquant, awq)
+    prepare(model, linears, scheme, config)      the same for the whole model               (hadamard)
 
 and says with `NEEDS_INPUTS = True` that it has to see calibration. "smoothquant+gptq" folds with the first and rounds
 with the second; a name without anything that rounds is followed by rtn.
@@ -21,7 +21,7 @@ from typing import Any
 
 from nybble.errors import BadInput, UnknownName
 
-_INFRASTRUCTURE = {"api", "calibrate", "columns", "compose", "layer", "pipeline", "select", "stages", "work"}
+_INFRASTRUCTURE = {"api", "calibrate", "columns", "compose", "fold", "layer", "pipeline", "select", "stages", "work"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nybble.errors import BadInput
 from nybble.quantize import QuantTensor
@@ -34,6 +34,7 @@ class Inputs:
         second_moment: H, float64 [K, K].
         amax: largest magnitude of each input channel, float32 [K].
         mean_abs: mean magnitude of each input channel, float32 [K].
+        producer: the normalization whose very output these inputs always were, or None.
     """
 
     def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
@@ -42,6 +43,7 @@ class Inputs:
         self._sum = torch.zeros(k, k, dtype=torch.float64, device=device)
         self._abs = torch.zeros(k, dtype=torch.float64, device=device)
         self._factors: dict[object, Factor] = {}
+        self.producer: nn.Module | None = None
 
     @property
     def second_moment(self) -> Tensor:
@@ -86,7 +88,7 @@ class Inputs:
         root mean square stands in for both.
         """
         new = Inputs(len(self.amax), self.amax.device)
-        new.tokens = self.tokens
+        new.tokens, new.producer = self.tokens, self.producer
         m = matrix.to(torch.float64)
         if m.ndim == 1:
             new._sum = self._sum * m[:, None] * m

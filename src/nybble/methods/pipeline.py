@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Run:
     def _inputs(self, stage: Stage) -> dict[str, Inputs]:
         if self.driver is None:
             return {}
-        seen = collect(stage.linears, self.driver.run(stage))
+        seen = collect(stage.linears, self.driver.run(stage), stage.module)
         self.unreached += [name for name in stage.linears if name not in seen]
         for name, inputs in seen.items():
             tokens, k = inputs.tokens, len(inputs.amax)
@@ -91,8 +92,9 @@ class Run:
     def _solve(self, stage: Stage, inputs: dict[str, Inputs], total: int) -> dict[str, QuantTensor]:
         """Fold, then round each linear of a stage."""
         for part in self.plan.changes:
-            if hasattr(part.module, "fold"):
-                inputs.update(part.module.fold(stage, inputs, self.scheme, part.config))
+            if hasattr(part.module, "fold") and self.driver is not None:
+                probe = partial(self.driver.probe, stage)
+                inputs.update(part.module.fold(stage, inputs, self.scheme, part.config, probe))
         amax = weight_amax(stage.linears)
         weights = {}
         for name, linear in stage.linears.items():
@@ -118,6 +120,7 @@ class Run:
             if amax is None and self.scheme.static_input_scale and name in inputs:
                 amax = inputs[name].amax.amax()
             layer = QuantLinear(weights[name].to(linear.weight.device), linear.bias, self.scheme.activation, amax)
+            take_over(linear, layer)
             replace(self.model, linear, layer.prepare(linear.weight.dtype))
 
     def _tell(self, total: int, count: int, name: str) -> None:
@@ -158,8 +161,16 @@ def _restore(stage: Stage, others: Mapping[str, Tensor]) -> None:
             setattr(stage.module.get_submodule(owner), leaf, fresh)
 
 
+def take_over(old: nn.Module, new: nn.Module) -> None:
+    """Give `new` what was attached to `old`: modules below it and hooks before it."""
+    for name, child in old.named_children():
+        new.add_module(name, child)
+    for hook in old._forward_pre_hooks.values():
+        new.register_forward_pre_hook(hook)
+
+
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` stands in the model, hooks included."""
+    """Put `new` wherever `old` stands in the model."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:

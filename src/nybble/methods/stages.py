@@ -12,7 +12,7 @@ of blocks, the same stages are gone through by running the whole model, up to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -93,7 +93,7 @@ class Whole:
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         self._model, self._batches = model, batches
 
-    def run(self, stage: Stage) -> Iterator[None]:
+    def run(self, stage: Stage) -> Generator[None, None, None]:
         """Call the model with each batch in turn, up to the end of the stage's block."""
         handle = None
         if stage.module is not self._model:
@@ -109,6 +109,19 @@ class Whole:
     def advance(self, stage: Stage) -> None:
         """Nothing is kept, so nothing moves on."""
 
+    def probe(self, stage: Stage) -> Tensor:
+        """What the stage's module gives for the first batch."""
+        results: list[Any] = []
+        handle = stage.module.register_forward_hook(lambda module, args, result: results.append(_hidden(result)))
+        runs = self.run(stage)
+        try:
+            next(runs)
+        finally:
+            runs.close()
+            handle.remove()
+        found = results[-1]
+        return found if isinstance(found, Tensor) else found.logits
+
 
 class Chain(Whole):
     """Keeps what enters the current block and runs that block alone."""
@@ -117,7 +130,7 @@ class Chain(Whole):
         super().__init__(model, batches)
         self._entries = [replace(_entry(model, batch, first), slot=slot) for batch in batches]
 
-    def run(self, stage: Stage) -> Iterator[None]:
+    def run(self, stage: Stage) -> Generator[None, None, None]:
         if stage.module is self._model:
             yield from super().run(stage)
             return
