@@ -13,7 +13,7 @@ from nybble.cli.console import Plain
 from nybble.errors import BadInput
 from nybble.machine import find_device
 
-_CALIBRATION = 4  # windows of 512 tokens
+_EVALUATED = 4096  # tokens at the text's end that calibration leaves to evaluation
 
 
 def _hush() -> None:
@@ -78,19 +78,19 @@ def quantize(options: argparse.Namespace) -> None:
     import torch
 
     from nybble.methods import quantize_, record
-    from nybble.methods.api import method_module
+    from nybble.methods.compose import plan
     from nybble.models import check_saveable, load, load_tokenizer, save
     from nybble.quantize.schemes import scheme as find_scheme
 
     scheme, device = find_scheme(options.scheme), find_device(options.device)
-    method_module(options.method)
+    learns = plan(options.method).needs_inputs
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise BadInput(f"{options.out} is there already: name a new folder")
     _hush()
     model = load(options.model, device, getattr(torch, options.dtype) if options.dtype else None)
     tokenizer = load_tokenizer(options.model)
     check_saveable(model, scheme, options.ignore)
-    batches = _calibration(tokenizer, device) if scheme.static_input_scale else None
+    batches = _calibration(tokenizer, device, learns) if learns or scheme.static_input_scale else None
     quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches)
     save(model, options.out, tokenizer)
     done = record(model)
@@ -102,11 +102,12 @@ def quantize(options: argparse.Namespace) -> None:
         )  # fmt: skip
 
 
-def _calibration(tokenizer: object, device: object) -> list[dict[str, object]]:
+def _calibration(tokenizer: object, device: object, learns: bool) -> list[dict[str, object]]:
     """Batches of the default text that evaluation's default tokens do not touch."""
     from nybble.models import text
 
-    windows = text.calibration(text.encode(tokenizer, text.default_text()), 4096, _CALIBRATION)
+    count = text.LEARNING if learns else text.RANGES
+    windows = text.calibration(text.encode(tokenizer, text.default_text()), _EVALUATED, count)
     return [{"input_ids": ids.to(device)} for ids in windows]  # type: ignore[call-overload]
 
 

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 
+RANGES, LEARNING = 2, 32
+"""Windows of calibration: to find the range of inputs, and for a method that learns from them."""
+
 
 @dataclass(frozen=True)
 class Text:
@@ -84,7 +87,7 @@ def split(ids: Tensor, tokens: int, window: int, name: str = "the text") -> list
     return [part for part in parts if len(part) >= 2]
 
 
-def calibration(ids: Tensor, tokens: int, windows: int = 2, window: int = 512) -> list[Tensor]:
+def calibration(ids: Tensor, tokens: int, windows: int = RANGES, window: int = 512) -> list[Tensor]:
     """Up to `windows` windows int64 [1, <= window] of what stands directly before the last `tokens` tokens.
 
     Empty where nothing stands there.

@@ -12,14 +12,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Mismatch, Unsupported
-from nybble.methods import quantize_, record
-from nybble.methods.api import method_module
+from nybble.methods import Settings, quantize_, record
 from nybble.methods.select import select
 from nybble.models.decode import Speed, race
 from nybble.models.evaluate import Reference, by_definition, evaluate, reference
@@ -178,32 +177,32 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
 
 
 def _quantized(bench: Bench, scheme: Scheme, method: str) -> nn.Module:
-    """The model in this scheme, its parameters shared with the original, its weights in the plain layout."""
-    settings = method_module(method).Config
-    seeded = {"seed": bench.seed} if "seed" in {f.name for f in fields(settings)} else {}
-    batches = [{"input_ids": ids.to(next(bench.model.parameters()).device)} for ids in bench.calibration] or None
-    return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings(**seeded))
+    """The model in this scheme; parameters that the method leaves alone are shared with the original."""
+    device = next(bench.model.parameters()).device
+    batches = [{"input_ids": ids.to(device)} for ids in bench.calibration] or None
+    settings = Settings(seed=bench.seed)
+    return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings)
 
 
 def _at_decode(bench: Bench, quantized: nn.Module) -> tuple[str, nn.Module, Service, str]:
     """(dtype, model, path, why) of decoding: in the original's dtype, or in one that is served natively instead."""
     found = []
     for name in bench.dtypes:
-        model = _transplant(quantized, share(bench.copies[name]), getattr(torch, name))
-        found.append((name, model, *service(model, 1, getattr(torch, name))))
+        dtype = getattr(torch, name)
+        model = _laid_out(quantized, dtype)
+        found.append((name, model, *service(model, 1, dtype)))
         if found[-1][2] == "native":
             return found[-1]
     return found[0]
 
 
-def _transplant(quantized: nn.Module, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Put the quantized weights into a model that decodes in `dtype`, laid out for it."""
-    for name, layer in quantized.named_modules(remove_duplicate=False):
-        if isinstance(layer, QuantLinear):
-            place = model.get_submodule(name)
-            bias = place.bias if isinstance(place.bias, nn.Parameter) else None
-            plain = QuantLinear(layer.weight.to_layout(DENSE), bias, layer.activation, layer.activation_amax)
-            model.set_submodule(name, plain.prepare(dtype))
+def _laid_out(quantized: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy with the same quantized weights, laid out for decoding in `dtype`, and everything else in it."""
+    model = share(quantized, dtype)
+    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLinear)]
+    for name, layer in layers:
+        plain = QuantLinear(layer.weight.to_layout(DENSE), layer.bias, layer.activation, layer.activation_amax)
+        model.set_submodule(name, plain.prepare(dtype))
     return model
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from nybble import machine
 from nybble.errors import BadInput, UnknownName
-from nybble.methods.api import method_module
+from nybble.methods.compose import plan
 from nybble.models import load, load_tokenizer, resolve
 from nybble.models import text as texts
 from nybble.quantize.schemes import scheme as find_scheme
@@ -82,7 +82,7 @@ def survey(request: Request, display: Display) -> Result:
         NybbleError: anything in the request that cannot be worked with; rows that are finished stay.
     """
     names = list(dict.fromkeys(find_scheme(name).name for name in request.schemes))
-    method_module(request.method)
+    plan(request.method)
     if request.dtype not in ("auto", *DTYPES):
         raise UnknownName("dtype", request.dtype, ["auto", *DTYPES])
     source, text, device = resolve(request.model), texts.read_text(request.text), machine.find_device(request.device)
@@ -147,7 +147,8 @@ def _bench(
     dtype = next(model.parameters()).dtype
     choices = [dtype] if request.dtype != "auto" or device.type != "cpu" else [torch.float32, torch.bfloat16]
     windows = texts.split(ids, request.tokens, window, text.name)
-    calibration = texts.calibration(ids, request.tokens, window=min(512, window))
+    many = plan(request.method).needs_inputs
+    calibration = texts.calibration(ids, request.tokens, texts.LEARNING if many else texts.RANGES, min(512, window))
     return measure.prepare(model, windows, calibration, choices, request.seed, known, display.step)
 
 
