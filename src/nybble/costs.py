@@ -142,7 +142,7 @@ def decode_in_pairs(weight: BlockFormat) -> dict[str, float]:
     packed multiplication applies a scale that changes along K. A table costs a look-up a value instead.
     """
     narrow, grouped = weight.element.bits < 8, weight.block[1] is not None
-    found = {"logic": 0.5, "float": 0.5 + 0.5 * grouped, "shift": 0.25 * narrow}
+    found = {"logic": 0.5, "float": 0.5 + 0.5 * grouped, **({"shift": 0.25} if narrow else {})}
     if not isinstance(weight.element, IntFormat | FloatFormat):
         found["logic"] = 1.0
     return found

@@ -127,8 +127,9 @@ def _fp8(device: str, size: int) -> Made:
     return run, 2.0 * size**3
 
 
+_PRODUCT_FP32 = _matmul(torch.float32)
 _PRODUCTS: dict[str, Callable[[str, int], Made]] = {
-    "fp32": _matmul(torch.float32),
+    "fp32": _PRODUCT_FP32,
     "bf16": _matmul(torch.bfloat16),
     "fp8": _fp8,
     "int8": _int8,
