@@ -164,6 +164,12 @@ def test_global_scales_are_divisors(rng: torch.Generator) -> None:
     assert (wrong.dequantize() - values).norm() / values.norm() > 1
 
 
+def test_the_input_scale_gives_the_largest_input_the_largest_block_scale(rng: torch.Generator) -> None:
+    fmt, amax = table.block("nvfp4"), torch.tensor(3.7)
+    stored = ct.store(StoredLinear(quantize(torch.randn(8, 32, generator=rng), fmt), fmt, amax))
+    assert torch.equal(stored["input_global_scale"], (448 * 6 / amax).reshape(1))
+
+
 MANTISSAS = (torch.arange(1 << 23, dtype=torch.int32) + 0x3F800000).view(torch.float32)
 
 

@@ -33,8 +33,9 @@ def both(rng: torch.Generator, inputs: bool = True) -> tuple[dict[str, Tensor], 
         "weight_scale": theirs["weight_scale"],
         "weight_scale_2": 1 / theirs["weight_global_scale"][0],
     }
-    if inputs:
-        renamed["input_scale"] = 1 / theirs["input_global_scale"][0]
+    if inputs:  # ModelOpt measures the multiplier; what is made from it is its reciprocal
+        renamed["input_scale"] = torch.tensor(11.3) / torch.tensor(6.0 * 448)
+        theirs["input_global_scale"] = 1 / renamed["input_scale"].reshape(1)
     return theirs, renamed
 
 
