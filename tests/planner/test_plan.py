@@ -150,7 +150,8 @@ def gguf(*tensors: tuple[str, tuple[int, ...]], version: int = 3) -> bytes:
         return struct.pack("<Q", len(word)) + word.encode()
 
     facts = [("general.architecture", 8, text("llama")), ("llama.block_count", 4, struct.pack("<I", 2)),
-             ("llama.attention.head_count", 4, struct.pack("<I", 4)), ("llama.embedding_length", 4, struct.pack("<I", 64)),
+             ("llama.attention.head_count", 4, struct.pack("<I", 4)),
+             ("llama.embedding_length", 4, struct.pack("<I", 64)),
              ("words", 9, struct.pack("<IQ", 8, 2) + text("a") + text("bc")),
              ("numbers", 9, struct.pack("<IQ", 6, 3) + bytes(12))]  # fmt: skip
     head = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(facts))
