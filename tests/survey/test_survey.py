@@ -153,6 +153,15 @@ def test_rows_are_added_to_a_survey(place: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("method", ["gptq", "hadamard", "smoothquant+gptq"])
+def test_methods_that_change_more_than_linears_decode_as_they_evaluate(place: Path, method: str) -> None:
+    (row,) = survey(request(place, f"by {method}", schemes=("W4A16_G32",), method=method), Watch()).rows
+    assert row.method == method
+    assert row.tokens_per_second is not None, row.why
+    assert row.kl is not None
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_refused_scheme_is_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantize = measure.quantize_
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Mismatch
+from nybble.models import llama
 from nybble.models.evaluate import by_definition, logits
 from nybble.ops import QuantLinear
 
@@ -79,11 +80,35 @@ class Runner:
         return result
 
 
+class CapturedRunner:
+    """The same for a model of the Llama family on a GPU: static cache, captured step (models/llama.py)."""
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self._runner = llama.Runner(model, capacity)
+
+    def start(self, prompt: Tensor) -> Tensor:
+        """As Runner.start; the prompt must fit the capacity."""
+        return self._runner.prefill(prompt[None].to(self._runner.token.device))[0].clone()
+
+    def step(self, token: int) -> Tensor:
+        """As Runner.step."""
+        self._runner.token.fill_(token)
+        return self._runner.step()[0].clone()
+
+
+def runner(model: nn.Module, capacity: int) -> Runner | CapturedRunner:
+    """What decodes this model fastest where it is; `capacity` is the most tokens it will see, prompt included."""
+    if next(model.parameters()).device.type == "cuda" and llama.refusal(model) is None:
+        return CapturedRunner(model, capacity)
+    return Runner(model)
+
+
 @dataclass
 class _Lane:
     """A model in a race: its times, and for each run the tokens and the logits they came from."""
 
     model: nn.Module
+    runner: Runner | CapturedRunner
     spent: float = 0.0
     times: list[float] = field(default_factory=list)
     runs: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
@@ -91,12 +116,11 @@ class _Lane:
     def run(self, prompt: Tensor, tokens: int, limit: float) -> None:
         """Decode once; the prompt and the first token warm up. Stops when the lane has spent `limit` seconds."""
         begin = time.perf_counter()
-        runner = Runner(self.model)
-        seen = [runner.start(prompt)]
+        seen = [self.runner.start(prompt)]
         chosen = [int(seen[0].argmax())]
         for number in range(tokens + 1):
             start = time.perf_counter()
-            seen.append(runner.step(chosen[-1]))
+            seen.append(self.runner.step(chosen[-1]))
             chosen.append(int(seen[-1].argmax()))  # waits for the device
             end = time.perf_counter()
             if number:
@@ -129,8 +153,9 @@ def race(
     """
     if len(prompt) == 0:
         raise BadInput("decoding needs a prompt of at least one token")
-    lanes = {name: _Lane(model) for name, model in models.items()}
-    with torch.inference_mode():
+    capacity = len(prompt) + tokens + 2
+    lanes = {name: _Lane(model, runner(model, capacity)) for name, model in models.items()}
+    with torch.no_grad():
         for _ in range(rounds):
             for lane in lanes.values():
                 if lane.spent <= limit:
@@ -181,10 +206,11 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int 
     room = (getattr(model.config, "max_position_embeddings", None) or len(ids) + max_new_tokens) - len(ids)
     if not ids or room < 1:
         raise BadInput(f"the prompt has {len(ids)} tokens: at least 1, and fewer than the model's positions")
-    runner, stops, made, shown = Runner(model), _stops(model, tokenizer), [], ""
-    with torch.inference_mode():
-        token = int(runner.start(torch.tensor(ids)).argmax())
-        for _ in range(min(max_new_tokens, room)):
+    count = min(max_new_tokens, room)
+    run, stops, made, shown = runner(model, len(ids) + count), _stops(model, tokenizer), [], ""
+    with torch.no_grad():
+        token = int(run.start(torch.tensor(ids)).argmax())
+        for _ in range(count):
             if token in stops:
                 return
             made.append(token)
@@ -192,7 +218,7 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int 
             if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield whole[len(shown) :]
                 shown = whole
-            token = int(runner.step(token).argmax())
+            token = int(run.step(token).argmax())
 
 
 def _stops(model: Any, tokenizer: Any) -> set[int]:

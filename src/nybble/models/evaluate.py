@@ -106,7 +106,7 @@ def reference(model: nn.Module, windows: Sequence[Tensor], progress: Progress | 
     """
     distances: list[Tensor] = []
     losses = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for number, ids in enumerate(windows):
             z = _predictions(model, ids, number)
             floor = torch.finfo(torch.float16).min  # a token the model forbids has -inf
@@ -128,7 +128,7 @@ def evaluate(
         BadInput: the logits hold NaN.
     """
     losses, divergences, agreements = [], [], []
-    with torch.inference_mode():
+    with torch.no_grad():
         for number, ids in enumerate(windows):
             z = _predictions(model, ids, number)
             losses.append(_losses(z, ids))
