@@ -214,6 +214,26 @@ def test_quantized_inputs_without_calibration_are_refused(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rotations_that_a_checkpoint_cannot_hold_are_refused_before_and_after(tmp_path: Path) -> None:
+    model = tiny()
+    with pytest.raises(Unsupported, match="method hadamard changes inputs as they come"):
+        check_saveable(model, "W4A16", method="hadamard+rtn")
+    quantize_(model, "W4A16", "hadamard")
+    with pytest.raises(Unsupported, match=r"q_proj: something attached"):
+        save(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rotations_in_the_weights_are_saved(tmp_path: Path) -> None:
+    from nybble.methods.hadamard import Config
+
+    model, folded = tiny(tie_word_embeddings=True), Config(fold=True, online=False)
+    check_saveable(model, "W4A16", method="hadamard", config=folded)
+    quantize_(model, "W4A16", "hadamard", config=folded)
+    save(model, tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out")), logits(model))
+
+
 def test_a_model_that_is_none_of_transformers_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no config to save"):
         save(nn.Sequential(nn.Linear(4, 4)), tmp_path / "out")

@@ -21,6 +21,7 @@ from nybble.checkpoints.compressed_tensors import Group
 from nybble.checkpoints.stored import StoredLinear
 from nybble.errors import BadInput, Unsupported
 from nybble.formats.spec import BlockFormat
+from nybble.methods.compose import plan
 from nybble.methods.select import select
 from nybble.ops import QuantLinear
 from nybble.quantize.schemes import Scheme
@@ -29,18 +30,29 @@ from nybble.quantize.schemes import scheme as find_scheme
 _SHOWN = 3  # layers named in a refusal
 
 
-def check_saveable(model: nn.Module, scheme: str | Scheme, ignore: Sequence[str] = ("lm_head",)) -> None:
-    """Raise Unsupported where no checkpoint can hold this model in this scheme; to be asked before quantizing.
+def check_saveable(
+    model: nn.Module,
+    scheme: str | Scheme,
+    ignore: Sequence[str] = ("lm_head",),
+    method: str = "rtn",
+    config: Any = None,
+) -> None:
+    """Raise Unsupported where no checkpoint can hold what `quantize_` would make; to be asked before it.
 
     Args:
         model: not quantized yet; may be without memory (meta device).
         scheme: a scheme or its name.
-        ignore: as for `quantize_`.
+        ignore, method, config: as for `quantize_`.
 
     Raises:
-        Unsupported: layers, their K and the reason, and schemes that can be saved.
+        Unsupported: layers, their K and the reason, and schemes that can be saved; or a method that works on inputs
+            as they come.
+        UnknownName: no such scheme or method.
     """
     row = find_scheme(scheme)
+    for part in plan(method, config).changes:
+        if getattr(part.config, "online", False):
+            raise Unsupported(f"method {part.name} {_ONLINE}")
     wanted = {
         name: (row.weight, row.activation, linear.in_features) for name, linear in select(model, ignore).linears.items()
     }
@@ -61,8 +73,9 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
         The directory.
 
     Raises:
-        Unsupported: compressed-tensors cannot express a layer's format, or its K is no multiple of the group; the
-            layers are named with schemes that can be saved.
+        Unsupported: compressed-tensors cannot express a layer's format, or its K is no multiple of the group (the
+            layers are named, with schemes that can be saved); or something is attached to a layer (a rotation of its
+            inputs).
         BadInput: not a transformers model, inputs without a calibrated scale, or the directory cannot be written.
     """
     transformer: Any = model
@@ -71,6 +84,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     formats = {name: (m.weight.format, m.activation, m.in_features) for name, m in linears.items()}
     _refuse("this model", formats)
+    _refuse_attached(model)
     groups = _groups(linears)
     with huggingface.new_directory(Path(directory)) as scratch:
         huggingface.write_weights(scratch, _tensors(model))
@@ -81,6 +95,18 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
     return Path(directory)
+
+
+_ONLINE = "changes inputs as they come, which a checkpoint cannot hold; set online=False where it has that setting"
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    """Whatever acts on a linear's inputs or outputs from outside would be lost in silence."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | QuantLinear):
+            attached = module._forward_pre_hooks or module._forward_hooks or list(module.children())
+            if attached:
+                raise Unsupported(f"{name}: something attached to it {_ONLINE}")
 
 
 def _refuse(what: str, formats: Mapping[str, tuple[BlockFormat, BlockFormat | None, int]]) -> None:
