@@ -8,22 +8,22 @@ import pytest
 
 # Signatures and compile-time constants of one instance a kernel; a Triton kernel without an entry fails the test.
 KERNELS = {
-    "nybble.ops.rmsnorm:_add_rmsnorm_kernel": (
+    "nybble.ops.rmsnorm.triton:_add_rmsnorm_kernel": (
         {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "y": "*bf16", "h": "*bf16",
          "columns": "i32", "eps": "fp32"},
         {"HAS_RESIDUAL": True, "BLOCK": 1024},
     ),
-    "nybble.ops.silu_mul:_silu_mul_kernel": ({"x": "*fp16", "y": "*fp16", "columns": "i32"}, {"BLOCK": 1024}),
-    "nybble.ops.rope_cache:_rope_cache_kernel": (
+    "nybble.ops.silu_mul.triton:_silu_mul_kernel": ({"x": "*fp16", "y": "*fp16", "columns": "i32"}, {"BLOCK": 1024}),
+    "nybble.ops.rope_cache.triton:_rope_cache_kernel": (
         {**dict.fromkeys(("qkv", "cos", "sin", "q", "k_cache", "v_cache"), "*bf16"), "position": "*i32", "s": "i32"},
         {"HQ": 8, "HKV": 2, "HALF": 64, "BLOCK": 64},
     ),
-    "nybble.ops.decode_attention:_part_kernel": (
+    "nybble.ops.decode_attention.triton:_part_kernel": (
         {"q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "position": "*i32", "part_o": "*fp32",
          "part_ml": "*fp32", "s": "i32", "scale": "fp32"},
         {"GROUP": 4, "PARTS": 16, "D": 128, "BD": 128, "BG": 16, "KEYS": 64},
     ),
-    "nybble.ops.decode_attention:_join_kernel": (
+    "nybble.ops.decode_attention.triton:_join_kernel": (
         {"part_o": "*fp32", "part_ml": "*fp32", "o": "*bf16"},
         {"GROUP": 4, "PARTS": 16, "D": 128, "BD": 128, "BP": 16},
     ),

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._choose import choose
@@ -55,57 +53,6 @@ def rope_cache_reference(
     return rotate(q)
 
 
-@triton.jit
-def _rope_cache_kernel(
-    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor,
-    position: tl.tensor, s: tl.tensor,
-    HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    D: tl.constexpr = 2 * HALF
-    at = tl.arange(0, BLOCK)
-    inside = at < HALF
-    p = tl.load(position).to(tl.int64)
-    source = qkv + (batch * (HQ + 2 * HKV) + head) * D
-    low, high = tl.load(source + at, inside, 0.0), tl.load(source + HALF + at, inside, 0.0)
-    if head >= HQ + HKV:
-        row = v_cache + ((batch * HKV + head - HQ - HKV) * s + p) * D
-        tl.store(row + at, low, inside)
-        tl.store(row + HALF + at, high, inside)
-    else:
-        dtype = low.dtype
-        a, b = low.to(tl.float32), high.to(tl.float32)
-        c0 = tl.load(cos + p * D + at, inside, 0.0).to(tl.float32)
-        c1 = tl.load(cos + p * D + HALF + at, inside, 0.0).to(tl.float32)
-        s0 = tl.load(sin + p * D + at, inside, 0.0).to(tl.float32)
-        s1 = tl.load(sin + p * D + HALF + at, inside, 0.0).to(tl.float32)
-        first = ((a * c0).to(dtype).to(tl.float32) - (b * s0).to(dtype).to(tl.float32)).to(dtype)
-        second = ((b * c1).to(dtype).to(tl.float32) + (a * s1).to(dtype).to(tl.float32)).to(dtype)
-        row = q + (batch * HQ + head) * D
-        if head >= HQ:
-            row = k_cache + ((batch * HKV + head - HQ) * s + p) * D
-        tl.store(row + at, first, inside)
-        tl.store(row + HALF + at, second, inside)
-
-
-def _triton(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
-    batch, kv_heads, s, d = k_cache.shape
-    heads = qkv.shape[-1] // d - 2 * kv_heads
-    q = torch.empty((batch, heads, d), dtype=qkv.dtype, device=qkv.device)
-    if batch:
-        _rope_cache_kernel[(heads + 2 * kv_heads, batch)](
-            qkv.contiguous(), cos, sin, q, k_cache, v_cache, position, s,
-            heads, kv_heads, d // 2, triton.next_power_of_2(d // 2), num_warps=1,
-        )  # fmt: skip
-    return q
-
-
-def _supports(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> str | None:
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-        return "caches and tables have to be contiguous"
-    return f"D = {k_cache.shape[-1]} is odd" if k_cache.shape[-1] % 2 else None
-
-
 def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
     """(label, arguments): head sizes that are no powers of two, grouped heads, first and last position."""
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +82,6 @@ ROPE_CACHE = Op(
     cases=cases,
     cost=cost,
     size=lambda *args: 0.0,
-    homes={"cuda": "nybble.ops.rope_cache"},
+    homes={"cuda": "nybble.ops.rope_cache.triton"},
     fallback=Implementation("rope_cache_torch", rope_cache_reference, lambda *args: None, native=True),
 )
-IMPLEMENTATIONS = (Implementation("rope_cache_triton", _triton, _supports, native=True),)

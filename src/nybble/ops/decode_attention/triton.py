@@ -1,60 +1,28 @@
-"""decode_attention: one query token a sequence against a static cache of keys and values.
+"""decode_attention as two Triton kernels: parts of the cache, then the joining of parts.
 
-    o = softmax(q k^T / sqrt(D)) v      over the first `position + 1` entries of the cache
-
-Query heads share key heads in groups (GQA). The cache is cut into a fixed number of parts, so that a single sequence
-still fills the machine: each program takes one part of one key head, for all query heads of its group, and keeps a
-running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867); a second kernel joins the parts. Parts beyond the
-current length are empty and cost a launch's share only; the length is read from device memory, so that one captured
-graph serves every step. Bytes: the valid part of the cache, once.
+The cache is cut into a fixed number of parts, so that a single sequence still fills the machine. Each program takes one part of one key head, for all query heads of its group, and keeps a running maximum and sum
+(Milakov and Gimelshein, arXiv 1805.02867). Parts beyond the current length are empty and cost a launch's share only.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nybble.ops._choose import choose
-from nybble.ops._declare import Agreement, Cost, Implementation, Op
+from nybble.ops._declare import Implementation
 
 _KEYS = 64  # keys a step
 _PROGRAMS = 264  # enough to fill 132 multiprocessors twice
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
-    """[B, Hq, D] in q.dtype.
-
-    Args:
-        q: [B, Hq, D], float32, bfloat16 or float16.
-        k_cache, v_cache: [B, Hkv, S, D], contiguous, Hq a multiple of Hkv.
-        position: int32 [1], the last valid entry of the cache.
-    """
-    return choose(DECODE_ATTENTION, q.device.type, q, k_cache, v_cache, position).run(q, k_cache, v_cache, position)
-
-
-def decode_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
-    """The definition, in float64."""
-    batch, kv_heads, s, d = k_cache.shape
-    grouped = q.view(batch, kv_heads, q.shape[1] // kv_heads, d).double()
-    scores = grouped @ k_cache.double().transpose(-1, -2) / math.sqrt(d)
-    beyond = torch.arange(s, device=q.device) > position
-    weights = scores.masked_fill(beyond, -math.inf).softmax(-1)
-    values = v_cache.double().masked_fill(beyond[:, None], 0)
-    return (weights @ values).view(q.shape).to(q.dtype)
-
-
 @triton.jit
 def _part_kernel(
-    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, position: tl.tensor, part_o: tl.tensor, part_ml: tl.tensor,
-    s: tl.tensor, scale: tl.tensor,
+    q, k_cache, v_cache, position, part_o, part_ml,
+    s, scale,
     GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, KEYS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(position) + 1
     span = tl.cdiv(tl.cdiv(length, PARTS), KEYS) * KEYS
@@ -84,9 +52,9 @@ def _part_kernel(
 
 @triton.jit
 def _join_kernel(
-    part_o: tl.tensor, part_ml: tl.tensor, o: tl.tensor,
+    part_o, part_ml, o,
     GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, d = tl.arange(0, BP), tl.arange(0, BD)
     row = (head * PARTS + p) * GROUP + g
@@ -127,36 +95,4 @@ def _supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> 
     return f"D = {q.shape[-1]} is above 256" if q.shape[-1] > 256 else None
 
 
-def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """(label, arguments): grouped heads, head sizes that are no powers of two, the first token, a full cache; NaN
-    beyond the length, which must not be seen."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 9, 3, 64, 200, 77), (2, 4, 4, 40, 65, 0), (3, 8, 1, 72, 128, 127), (0, 2, 1, 64, 8, 1),
-              (1, 2, 2, 128, 300, 299), (1, 4, 2, 16, 64, 63))  # fmt: skip
-    for number, (batch, hq, hkv, d, s, p) in enumerate(shapes):
-        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-        q = torch.randn(batch, hq, d, generator=generator).to(device, dtype)
-        caches = torch.randn(2, batch, hkv, s, d, generator=generator).to(device, dtype)
-        caches[..., p + 1 :, :] = math.nan
-        position = torch.tensor([p], dtype=torch.int32, device=device)
-        yield f"B{batch}-H{hq}-{hkv}-D{d}-S{s}-{dtype}", (q, caches[0], caches[1], position)
-
-
-def cost(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Cost:
-    """Both products over the whole cache (the length is on the device), the caches read once."""
-    group = q.shape[1] // k_cache.shape[1]
-    return Cost(4.0 * group * k_cache.numel(), 2.0 * k_cache.numel() * k_cache.element_size())
-
-
-DECODE_ATTENTION = Op(
-    name="decode_attention",
-    reference=decode_attention_reference,
-    # Weights are rounded to the values' dtype before the second product, as every flash attention does.
-    agreement=Agreement({torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}),
-    cases=cases,
-    cost=cost,
-    size=lambda *args: 0.0,
-    homes={"cuda": "nybble.ops.decode_attention"},
-    fallback=Implementation("decode_attention_torch", decode_attention_reference, lambda *args: None, native=True),
-)
 IMPLEMENTATIONS = (Implementation("decode_attention_triton", _triton, _supports, native=True),)

@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.ops._choose import choose
 from nybble.ops._declare import Agreement, Cost, Implementation, Op
-
-_BLOCK = 1024
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -32,32 +28,6 @@ def silu_mul_reference(x: Tensor) -> Tensor:
     """The definition, in plain torch."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
-
-
-@triton.jit
-def _silu_mul_kernel(x: tl.tensor, y: tl.tensor, columns: tl.tensor, BLOCK: tl.constexpr) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    gate = tl.load(x + row * 2 * columns + at, inside, 0.0)
-    up = tl.load(x + row * 2 * columns + columns + at, inside, 0.0)
-    wide = gate.to(tl.float32)
-    gated = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(y + row * columns + at, (gated * up.to(tl.float32)).to(gate.dtype), inside)
-
-
-def _triton(x: Tensor) -> Tensor:
-    flat = x.contiguous()
-    columns = flat.shape[-1] // 2
-    y = torch.empty((*flat.shape[:-1], columns), dtype=x.dtype, device=x.device)
-    if y.numel():
-        _silu_mul_kernel[(triton.cdiv(columns, _BLOCK), y.numel() // columns)](flat, y, columns, _BLOCK)
-    return y
-
-
-def _supports(x: Tensor) -> str | None:
-    rows = x.numel() // max(x.shape[-1], 1)
-    return f"{rows} rows are more than a grid holds" if rows > 65535 else None
 
 
 def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -81,7 +51,6 @@ SILU_MUL = Op(
     cases=cases,
     cost=cost,
     size=lambda *args: 0.0,
-    homes={"cuda": "nybble.ops.silu_mul"},
+    homes={"cuda": "nybble.ops.silu_mul.triton"},
     fallback=Implementation("silu_mul_torch", silu_mul_reference, lambda *args: None, native=True),
 )
-IMPLEMENTATIONS = (Implementation("silu_mul_triton", _triton, _supports, native=True),)
