@@ -1,7 +1,8 @@
 """decode_attention as two Triton kernels: parts of the cache, then the joining of parts.
 
-The cache is cut into a fixed number of parts, so that a single sequence still fills the machine. Each program takes one part of one key head, for all query heads of its group, and keeps a running maximum and sum
-(Milakov and Gimelshein, arXiv 1805.02867). Parts beyond the current length are empty and cost a launch's share only.
+The cache is cut into a fixed number of parts, so that a single sequence still fills the machine. Each program takes
+one part of one key head, for all query heads of its group, and keeps a running maximum and sum (Milakov and
+Gimelshein, arXiv 1805.02867). Parts beyond the current length are empty and cost a launch's share only.
 """
 
 from __future__ import annotations
