@@ -21,7 +21,19 @@ from typing import Any
 
 from nybble.errors import BadInput, UnknownName
 
-_INFRASTRUCTURE = {"api", "calibrate", "columns", "compose", "fold", "layer", "pipeline", "select", "stages", "work"}
+_INFRASTRUCTURE = {
+    "api",
+    "calibrate",
+    "columns",
+    "compose",
+    "fold",
+    "layer",
+    "pipeline",
+    "select",
+    "share",
+    "stages",
+    "work",
+}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput
-from nybble.methods import rtn
+from nybble.methods import rtn, share
 from nybble.methods.calibrate import collect
 from nybble.methods.compose import Plan
 from nybble.methods.layer import Inputs, Layer
@@ -107,10 +107,13 @@ class Run:
         known = self._shared.get(id(layer.weight))
         if known is not None:
             return known[1]
-        if self.plan.rounds.needs_inputs and layer.inputs is None:
+        part = self.plan.rounds
+        if not part.needs_inputs:
+            rounded = part.module.apply(layer, part.config)
+        elif layer.inputs is None:
             rounded = rtn.apply(layer, rtn.Config())
         else:
-            rounded = self.plan.rounds.module.apply(layer, self.plan.rounds.config)
+            rounded = share.rounded(layer, lambda one: part.module.apply(one, part.config))
         self._shared[id(layer.weight)] = (layer.weight, rounded)
         return rounded
 
