@@ -59,7 +59,11 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     )
     with Screen(console) as screen:
         result = run(request, screen)
-    advice = result.recommendation
+    original, advice = result.original, result.recommendation
+    console.print(
+        f"\nKL: nats a token to the original, in {original.quality_dtype}; tok/s: one sequence, the original in "
+        f"{original.decode_dtype}; ratio: to the original, in turns", soft_wrap=True,
+    )  # fmt: skip
     if advice is not None:
         console.print(f"\nrecommended: {advice.scheme}\n{advice.reason}", soft_wrap=True)
     console.print(f"\nwritten: {options.out / RESULT}, {options.out / PAGE}", soft_wrap=True)

@@ -10,9 +10,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nybble.survey.rows import Original, Row
+from nybble.survey.rows import Original, Row, megabytes
 
-HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "path")
+HEADINGS = ("scheme", "bits", "MB", "perplexity", "KL", "top-1", "tok/s", "ratio", "path")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -20,7 +20,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.scheme,
         _number(row.bits_per_weight, ".2f"),
-        _number(row.bytes and row.bytes / 1e6, ".0f"),
+        "–" if row.bytes is None else megabytes(row.bytes),
         _number(row.perplexity, ".2f" if (row.perplexity or 0) < 1e4 else ".1e"),
         _number(row.kl, ".4f"),
         _number(row.top1, ".1%"),
@@ -46,7 +46,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._table = Table(box=None, pad_edge=False, header_style="bold")
+        self._table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for number, heading in enumerate(HEADINGS):
             last = number in (0, len(HEADINGS) - 1)
             self._table.add_column(heading, justify="left" if last else "right", no_wrap=number == 0)
@@ -96,7 +96,7 @@ class Screen:
             self._line(shown)
 
     def _line(self, shown: tuple[str, ...]) -> None:
-        widths = (16, 11, 7, 10, 8, 7, 8, 10)
+        widths = (16, 5, 6, 10, 8, 7, 7, 6)
         first, *middle = shown[:-1]
         text = f"{first:<{widths[0]}}" + "".join(f" {c:>{w}}" for c, w in zip(middle, widths[1:], strict=True))
         self._console.print(f"{text}  {shown[-1]}", highlight=False, markup=False, soft_wrap=True)

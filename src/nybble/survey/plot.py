@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nybble.survey.recommend import DEFAULT_MAX_KL
-from nybble.survey.rows import Result, Row
+from nybble.survey.rows import Result, Row, megabytes
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 _BLUE, _GREY, _RED = "#1c5d99", "#666666", "#b3261e"
@@ -60,8 +60,8 @@ def _quality(axes: Any, rows: Sequence[Row], result: Result, max_kl: float) -> N
     axes.margins(0.12, 0.1)
     original = result.original.bytes / 1e6
     axes.axvline(original, color=_GREY, linestyle="--", linewidth=1)
-    axes.text(original, 0.02, f"original: {original:.0f} MB ", transform=axes.get_xaxis_transform(), rotation=90,
-              ha="right", va="bottom", color=_GREY, fontsize=9)  # fmt: skip
+    axes.text(original, 0.02, f"original: {megabytes(result.original.bytes)} MB ", rotation=90, color=_GREY,
+              transform=axes.get_xaxis_transform(), ha="right", va="bottom", fontsize=9)  # fmt: skip
     axes.axhline(max_kl, color=_RED, linestyle=":", linewidth=1.2)
     axes.text(0.01, max_kl, f"quality limit: KL {max_kl:g}", transform=axes.get_yaxis_transform(), ha="left",
               va="bottom", color=_RED, fontsize=9)  # fmt: skip

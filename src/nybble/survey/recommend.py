@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nybble.survey.rows import Original, Recommendation, Row
+from nybble.survey.rows import Original, Recommendation, Row, megabytes
 
 DEFAULT_MAX_KL = 0.02
 """Nats a token; costs about 2 % of perplexity on text that the model itself would write."""
@@ -120,4 +120,4 @@ def _cost(row: Row, original: Original) -> str:
 
 
 def _mb(size: int | None) -> str:
-    return f"{(size or 0) / 1e6:.0f} MB"
+    return f"{megabytes(size or 0)} MB"

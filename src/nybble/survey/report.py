@@ -8,9 +8,11 @@ from string import Template
 from typing import Any
 
 from nybble.survey import plot, store
-from nybble.survey.live import HEADINGS, cells, original_cells
+from nybble.survey.live import cells, original_cells
 from nybble.survey.recommend import DEFAULT_MAX_KL
 from nybble.survey.rows import Result, Row
+
+_HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "path")
 
 
 def write_all(result: Result, directory: Path, max_kl: float | None = None) -> None:
@@ -61,7 +63,7 @@ def page(result: Result, max_kl: float | None = None) -> str:
     return template.substitute(
         {key: html.escape(value) for key, value in facts.items()},
         plot=plot.svg(result, max_kl),
-        headings="".join(_cell("th", heading, heading == "path") for heading in HEADINGS),
+        headings="".join(_cell("th", heading, heading == "path") for heading in _HEADINGS),
         rows="\n".join([_line("original", original_cells(original), ""), *(_row(row, result) for row in result.rows)]),
     )
 

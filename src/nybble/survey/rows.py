@@ -22,6 +22,12 @@ KEPT_BITS = 16
 """What a weight that is not quantized counts: checkpoints store such weights in bf16 or fp16."""
 
 
+def megabytes(size: int) -> str:
+    """A size in MB with three digits or more: 0.118, 24.3, 1203."""
+    mb = size / 1e6
+    return f"{mb:.0f}" if mb >= 100 else f"{mb:.3g}"
+
+
 class _Plain:
     """To a dictionary and back; keys that are not known are left out."""
 
