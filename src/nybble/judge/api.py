@@ -1,0 +1,145 @@
+"""judge: a problem, a candidate, a verdict."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nybble.errors import BadInput, UnknownName
+from nybble.judge.checks import Check, all_checks
+from nybble.judge.isolate import Candidate, CandidateError, Ended, Limits, Zygote
+from nybble.judge.problem import Problem, split
+from nybble.judge.timing import BASELINES
+from nybble.judge.trial import Refused, Trial
+from nybble.judge.verdict import Finding, Verdict, decide
+
+
+def judge(
+    problem: str,
+    candidate: str,
+    *,
+    device: str = "cpu",
+    seed: int | None = None,
+    baselines: Sequence[str] = ("eager",),
+    checks: Sequence[str] | None = None,
+    own_kernels: bool = False,
+    limits: Limits | None = None,
+    rounds: int = 8,
+    zygote: Zygote | None = None,
+) -> Verdict:
+    """Judge a candidate.
+
+    Args:
+        problem: FILE.py with Model, get_inputs and get_init_inputs; or FILE.py:FUNCTION or MODULE:FUNCTION beside a get_inputs.
+            It is trusted: it runs in this process.
+        candidate: FILE.py with ModelNew, FILE.py:NAME or MODULE:NAME. It runs in a process of its own.
+        device: "cpu" or "cuda".
+        seed: of a verdict to be had again; None draws one after the candidate was imported.
+        baselines: of "eager", "compile", "graph": what the candidate's speed is compared with.
+        checks: names of the only checks to run; None runs all. Without "timed" there is no speed.
+        own_kernels: handing the work to the framework is cheating.
+        limits: time, memory, files, output and processes of the candidate.
+        rounds: of timing.
+        zygote: a running starter of candidates, to save its start (about two seconds) when judging many.
+
+    Returns:
+        The verdict; whatever the candidate does, it is a verdict and not an exception.
+
+    Raises:
+        BadInput: the problem cannot be read, or there is no such candidate file.
+        UnknownName: a baseline or check that does not exist.
+    """
+    begun = time.monotonic()
+    chosen = _chosen(checks)
+    for name in baselines:
+        if name not in BASELINES:
+            raise UnknownName("baseline", name, BASELINES)
+    task = Problem(problem, device)
+    path, name = split(candidate, task.name if not isinstance(task.make, type) else "ModelNew")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise BadInput(f"{path}: no such file")
+        path = str(Path(path).resolve())
+    with _starter(zygote, device) as starter:
+        process = Candidate(starter, str(Path(path).parent) if path.endswith(".py") else "", limits or Limits())
+        trial = Trial(task, process, path, name, device, own_kernels=own_kernels, rounds=rounds, baselines=tuple(baselines),
+                      foreign=_foreign(task))  # fmt: skip
+        findings = _try(trial, chosen, seed)
+    status = decide(findings)
+    race = trial.race if status == "correct" else None
+    return Verdict(
+        status, tuple(findings), trial.seed, problem, candidate, device,
+        speeds=race.speeds() if race else (), ratios=race.ratios() if race else {}, roofline=race.share if race else None,
+        resolution=race.resolution if race else 0.0, seconds=time.monotonic() - begun,
+    )  # fmt: skip
+
+
+def _chosen(names: Sequence[str] | None) -> list[Check]:
+    known = all_checks()
+    for name in names or ():
+        if name not in {check.name for check in known}:
+            raise UnknownName("check", name, [check.name for check in known])
+    return [check for check in known if names is None or check.name in names]
+
+
+@contextmanager
+def _starter(given: Zygote | None, device: str) -> Iterator[Zygote]:
+    if given is not None:
+        yield given
+        return
+    own = Zygote(device)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _foreign(problem: Problem) -> frozenset[str]:
+    file = getattr(problem.module, "__file__", None)
+    return frozenset([str(Path(file).resolve())] if file else [])
+
+
+def _try(trial: Trial, checks: list[Check], seed: int | None) -> list[Finding]:
+    """Run the checks. The process ends with the block, whatever happened in it."""
+    findings: list[Finding] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the reference's sums are then the same on every machine and every run
+    try:
+        with trial.candidate:
+            try:
+                trial.load()
+                trial.seed = secrets.randbits(31) if seed is None else seed
+                trial.problem.build(trial.seed)
+                trial.build()
+                for check in checks:
+                    findings += _one(trial, check)
+                    trial.failed = decide(findings) != "correct"
+            except Refused as refusal:
+                findings.append(refusal.finding)
+            except CandidateError as error:
+                evidence = {"message": error.message, "at": error.trace}
+                findings.append(Finding("load", "crashed", f"the candidate raises {error.kind}", evidence))
+            except Ended as end:
+                printed = {"it printed": trial.candidate.printed[-600:]} if trial.candidate.printed else {}
+                findings.append(Finding("alive", end.how, f"the candidate {_sentence(end)}", printed))
+    finally:
+        torch.set_num_threads(threads)
+    return findings
+
+
+def _one(trial: Trial, check: Check) -> list[Finding]:
+    try:
+        found = list(check.run(trial))
+    except CandidateError as error:
+        what = f"the candidate raises {error.kind}"
+        found = [Finding(check.name, "wrong", what, {"message": error.message, "at": error.trace})]
+    return found or [Finding(check.name, "ok", check.about)]
+
+
+def _sentence(end: Ended) -> str:
+    return end.why if end.how == "crashed" else f"gave {end.why}"

@@ -1,0 +1,215 @@
+"""A problem: what is to be computed, by trusted code that runs in the judge's process.
+
+KernelBench's form: a file with `Model`, `get_inputs()` and `get_init_inputs()`; or `file.py:function` and
+`package.module:function`, where the module also has `get_inputs()`. Nothing of it reaches a candidate but values.
+
+What may be varied is found by asking the reference: values, weights, shapes and strides for which it gives finite
+results are fair questions, others are not asked. Inputs with structure (symmetric, triangular, mostly zero) are only
+scaled, for a kernel may rely on structure that the problem states.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.errors import BadInput
+from nybble.judge.agreement import Budget, budget
+
+State = dict[str, Tensor]
+_HEADROOM = 1024.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question: inputs, weights (None: as constructed), and whether integers make equality the measure."""
+
+    label: str
+    inputs: list[Any]
+    state: State | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The answer: a budget for each output, the inputs as the reference leaves them, whether it returned a sequence."""
+
+    budgets: list[Budget]
+    after: list[Any]
+    state_after: State
+    sequence: bool
+    touched: frozenset[int] = field(default_factory=frozenset)
+
+
+def split(spec: str, default: str) -> tuple[str, str]:
+    """(file or module, name) of FILE, FILE:NAME or MODULE:NAME."""
+    place, colon, name = spec.rpartition(":")
+    return (place, name) if colon and "/" not in name else (spec, default)
+
+
+def seed_of(seed: int, label: str) -> int:
+    """A seed of its own for each purpose, drawn from the verdict's seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{label}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[torch.Generator]:
+    """torch's global generator seeded inside the block and as it was after it; gives one of the block's own, too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(seed)
+
+
+class Problem:
+    """A loaded problem on a device."""
+
+    def __init__(self, spec: str, device: str = "cpu") -> None:
+        """Import it.
+
+        Raises:
+            BadInput: no such file, it does not import, or it lacks a name.
+        """
+        self.spec, self.device = spec, device
+        self.path, self.name = split(spec, "Model")
+        self.module = _import(self.path)
+        self.make = _named(self.module, self.name, spec)
+        self.get_inputs: Callable[[], Any] = _named(self.module, "get_inputs", spec)
+        self.get_init: Callable[[], Any] = getattr(self.module, "get_init_inputs", list)
+        self.function = not isinstance(self.make, type)
+        self.model: Any = None
+        self.init: list[Any] = []
+        self.state: State = {}
+
+    def build(self, seed: int) -> None:
+        """Construct the model; its weights are the ones every candidate gets."""
+        with seeded(seed_of(seed, "init")):
+            self.init = list(self.get_init())
+            self.model = self.make if self.function else self.make(*copy.deepcopy(self.init))
+        if isinstance(self.model, torch.nn.Module):
+            self.model.to(self.device).eval()
+            self.state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+
+    def inputs(self, seed: int) -> list[Any]:
+        """Fresh inputs as the problem makes them."""
+        with seeded(seed):
+            values = self.get_inputs()
+        if not isinstance(values, list | tuple):
+            raise BadInput(f"{self.spec}: get_inputs() gave a {type(values).__name__}, expected a list")
+        return [v.detach().cpu() if isinstance(v, Tensor) else v for v in values]
+
+    def expect(self, case: Case) -> Expected | None:
+        """The answer, or None where the reference raises or gives what is not finite: then the question is not fair."""
+        try:
+            native, given, held = self._run(case, upcast=False)
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            return None
+        try:
+            wide, _, _ = self._run(case, upcast=True)
+            shaken, _, _ = self._run(_shaken(case, self.state), upcast=True)
+            upcast = True
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            wide, shaken, upcast = native, native, False
+        honest, exact = _sequence(native), _sequence(wide)
+        if not all(isinstance(v, Tensor) and _finite(v) for v in [*honest, *exact]):
+            return None
+        triples = zip(exact, honest, _sequence(shaken), strict=True)
+        budgets = [budget(r, h, s, upcast, case.exact) for r, h, s in triples]
+        touched = frozenset(i for i, v in enumerate(given) if isinstance(v, Tensor) and not same(v, case.inputs[i]))
+        return Expected(budgets, given, held, isinstance(native, list | tuple), touched)
+
+    def _run(self, case: Case, upcast: bool) -> tuple[Any, list[Any], State]:
+        """(result, inputs afterwards, state afterwards), nothing of the case or the problem changed."""
+        given = [_prepare(v, self.device, upcast) for v in case.inputs]
+        model = self.model if self.function else copy.deepcopy(self.model)
+        if isinstance(model, torch.nn.Module):
+            model = model.double() if upcast else model
+            model.load_state_dict(self.state if case.state is None else case.state)
+        with torch.no_grad():
+            result = model(*given)
+        held = dict(model.state_dict()) if isinstance(model, torch.nn.Module) else {}
+        back = [v.cpu() if isinstance(v, Tensor) else v for v in given]
+        result = [_home(v) for v in result] if isinstance(result, list | tuple) else _home(result)
+        return result, back, {k: v.cpu() for k, v in held.items()}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, NaN included."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _home(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _sequence(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _finite(value: Tensor) -> bool:
+    """Finite, and not so near to overflow that honest formulas differ in whether they do."""
+    if not value.dtype.is_floating_point or value.numel() == 0:
+        return True
+    return float(value.abs().max()) < torch.finfo(value.dtype).max / _HEADROOM
+
+
+def _shaken(case: Case, own: State) -> Case:
+    """Every floating value moved by up to one float32 rounding, in float64: what no algorithm can be asked to beat."""
+    g = torch.Generator().manual_seed(1)
+
+    def shake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+            return value
+        unit = min(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps) / 2
+        move = (2 * torch.rand(value.shape, generator=g, dtype=torch.float64) - 1).to(value.device)
+        return value.double() * (1 + unit * move)
+
+    state = own if case.state is None else case.state
+    return Case(case.label, [shake(v) for v in case.inputs], {k: shake(v) for k, v in state.items()})
+
+
+def _prepare(value: Any, device: str, upcast: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    moved = value.detach().clone().to(device)
+    return moved.double() if upcast and moved.dtype.is_floating_point else moved
+
+
+def _import(path: str) -> ModuleType:
+    try:
+        if not path.endswith(".py"):
+            return importlib.import_module(path)
+        if not Path(path).is_file():
+            raise BadInput(f"{path}: no such file")
+        spec = importlib.util.spec_from_file_location(f"nybble_problem_{Path(path).stem}", path)
+        if spec is None or spec.loader is None:
+            raise BadInput(f"{path} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"{path} does not import: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _named(module: ModuleType, name: str, spec: str) -> Any:
+    if not hasattr(module, name):
+        raise BadInput(f"{spec} has no {name!r}; a problem needs Model (or the function named) and get_inputs")
+    return getattr(module, name)

@@ -1,0 +1,189 @@
+"""Speed, on the judge's clock, of outputs that were checked.
+
+The clock is here, in another process than the candidate. A round gives every subject (the candidate and each baseline, each
+in a process of its own) the same fresh values, written over the old ones, says "go", and stops the clock when the answer comes. Then
+a few outputs, chosen only now, and the last one are fetched and compared. Rounds of all subjects alternate in random order, so that a
+busy machine hits all alike, and ratios are of medians.
+
+Times contain an empty round trip (about 0.1 ms; it is measured and reported), divided by the calls of a round. A call is never
+repeated on the same values within a round: that would pay a cache. A subject that returns the same memory each time makes rounds of
+one call, since only its last output can be looked at.
+
+On a GPU the device's clock is read as well; see gpu.py.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nybble.judge import roofline
+from nybble.judge.isolate import Candidate, CandidateError, Ended, Limits
+from nybble.judge.problem import Case, seed_of
+from nybble.judge.trial import Answer, Trial
+from nybble.judge.verdict import Finding, Speed, Status
+
+BASELINES = ("eager", "compile", "graph")
+_WORTH = 2e-3  # seconds that a round should last, if enough inputs fit
+_FEWEST, _PATIENCE = 3, 8.0  # rounds in any case; seconds after which no further one is begun
+_MOST_CALLS, _MOST_BYTES = 16, 64 << 20
+_FEWEST_CALLS, _LONG = 4, 0.05  # calls in a row at least, unless one takes that many seconds
+_LATE, _LATE_RATIO = 0.015, 3.0  # seconds and ratio by which handing over an output may outlast a baseline's
+
+
+@dataclass
+class Race:
+    """What the rounds gave.
+
+    Attributes:
+        times: subject -> seconds a call, one a round.
+        handing: subject -> seconds from the answer to the arrival of an output.
+        findings: what spoke against the candidate meanwhile.
+    """
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    handing: dict[str, list[float]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    resolution: float = 0.0
+    share: float | None = None
+
+    def speeds(self) -> tuple[Speed, ...]:
+        """Medians and quartiles in milliseconds, the candidate first."""
+        return tuple(_speed(name, [1e3 * t for t in times]) for name, times in self.times.items())
+
+    def ratios(self) -> dict[str, float]:
+        """Each baseline's median over the candidate's."""
+        medians = {name: statistics.median(times) for name, times in self.times.items()}
+        return {name: value / medians["candidate"] for name, value in medians.items() if name != "candidate"}
+
+
+def race(trial: Trial) -> Race:
+    """Time the candidate beside the baselines, checking what it returns while it is timed."""
+    result = Race()
+    with ExitStack() as stack:
+        subjects = {"candidate": trial}
+        for name in trial.baselines:
+            started = _baseline(trial, name, stack)
+            if isinstance(started, Finding):
+                result.findings.append(started)
+            else:
+                subjects[name] = started
+        for subject in subjects.values():
+            subject.candidate.ask("poison", byte=0)
+            subject.set_state(trial.problem.state)
+        calls = _calls(trial, subjects)
+        order, draw = list(subjects), random.Random(seed_of(trial.seed, "race"))
+        start = time.monotonic()
+        for number in range(trial.rounds + 1):  # the first is a warm-up, checked like the others
+            if number > _FEWEST and time.monotonic() - start > _PATIENCE:
+                break
+            draw.shuffle(order)
+            inputs = [trial.problem.inputs(seed_of(trial.seed, f"race {number} {i}")) for i in range(calls)]
+            for name in order:
+                _round(trial, subjects[name], name, inputs, number, draw, result)
+        result.resolution = 1e3 * _empty(trial)
+    for kept in (result.times, result.handing):
+        kept.update({name: times[1:] for name, times in kept.items()})
+    result.times = {name: result.times[name] for name in subjects}
+    result.findings += [*_late(result), *_beyond(trial, result)]
+    return result
+
+
+def _baseline(trial: Trial, name: str, stack: ExitStack) -> Trial | Finding:
+    """The reference itself as a subject, eager or compiled."""
+    path = str(Path(trial.problem.path).resolve()) if trial.problem.path.endswith(".py") else trial.problem.path
+    try:
+        process = stack.enter_context(Candidate(trial.candidate.zygote, str(Path(path).parent), Limits()))
+        subject = replace(trial, candidate=process, path=path, name=trial.problem.name)
+        subject.load()
+        subject.build({"compile": "default", "graph": "max-autotune"}.get(name, ""))
+    except (CandidateError, Ended) as error:
+        return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}")
+    return subject
+
+
+def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
+    """Calls in a round: enough for the clock, each on inputs of its own."""
+    case = trial.problem.inputs(seed_of(trial.seed, "calibrate"))
+    nbytes = sum(v.nbytes for v in case if isinstance(v, Tensor))
+    fits = max(1, min(_MOST_CALLS, _MOST_BYTES // max(1, nbytes)))
+    slowest, shared = 0.0, False
+    for subject in subjects.values():
+        for i in range(max(2, fits)):
+            subject.put(case, f"r{i}")
+        subject.candidate.ask("timed", slots=["r0"], seconds=subject.candidate.limits.start_seconds)  # compiles, perhaps
+        slowest = max(slowest, _go(subject, 2) / 2)
+        shared |= bool(subject.candidate.ask("shared")[0]["shared"])
+    return 1 if shared else min(fits, max(_FEWEST_CALLS if slowest < _LONG else 1, round(_WORTH / slowest)))
+
+
+def _go(subject: Trial, calls: int) -> float:
+    slots = [f"r{i}" for i in range(calls)]
+    start = time.perf_counter()
+    subject.candidate.ask("timed", slots=slots)
+    return time.perf_counter() - start
+
+
+def _empty(trial: Trial) -> float:
+    return statistics.median(_go(trial, 0) for _ in range(9))
+
+
+def _round(
+    trial: Trial, subject: Trial, name: str, inputs: list[list[Any]], number: int, draw: random.Random, result: Race
+) -> None:
+    for i, values in enumerate(inputs):
+        subject.put(values, f"r{i}", in_place=True)
+    taken = _go(subject, len(inputs)) / len(inputs)
+    chosen = sorted({len(inputs) - 1, draw.randrange(len(inputs))})
+    start = time.perf_counter()
+    outputs = {i: subject.fetch("outputs", i) for i in chosen}
+    result.handing.setdefault(name, []).append((time.perf_counter() - start) / len(chosen))
+    result.times.setdefault(name, []).append(taken)
+    if name == "candidate" and not any(f.status != "note" for f in result.findings):
+        for i, values in outputs.items():
+            result.findings += _compare(trial, inputs[i], values, f"timed call {i} of round {number}")
+
+
+def _compare(trial: Trial, inputs: list[Any], values: Any, label: str) -> list[Finding]:
+    case = Case(label, inputs)
+    expected = trial.problem.expect(case)
+    if expected is None:
+        return []
+    found = trial.compare("timed", case, expected, Answer([{"type": type(v).__name__, "device": trial.device} for v in values], values))
+    word: Status = "wrong" if trial.failed else "cheating"
+    return [replace(f, status=word, what=f"{f.what}, though it was right when it was not timed" * (word == "cheating") or f.what) for f in found]
+
+
+def _late(result: Race) -> Iterator[Finding]:
+    """Whether outputs took long to hand over: then the work was done after the answer."""
+    honest = [t for name, times in result.handing.items() if name != "candidate" for t in times]
+    if honest and min(result.handing["candidate"]) > max(_LATE, _LATE_RATIO * statistics.median(honest)):
+        seen, usual = min(result.handing["candidate"]), statistics.median(honest)
+        what = f"handing over an output takes {seen * 1e3:.1f} ms, a baseline's {usual * 1e3:.1f} ms: it is computed when it is read"
+        yield Finding("timed", "cheating", what)
+
+
+def _beyond(trial: Trial, result: Race) -> Iterator[Finding]:
+    """Whether the time is shorter than the machine can do what the problem asks."""
+    bound = roofline.bound(trial.problem, trial.seed, trial.device)
+    if bound is None:
+        return
+    median = statistics.median(result.times["candidate"])
+    result.share = bound.seconds / median
+    if result.share > roofline.MARGIN[trial.device.split(':')[0]]:
+        what = f"{median * 1e3:.4g} ms a call is {result.share:.1f} times this machine's roofline: not a time this work can take"
+        yield Finding("timed", "invalid measurement", what, {"roofline": bound.sentence()})
+
+
+def _speed(name: str, milliseconds: list[float]) -> Speed:
+    ordered = sorted(milliseconds)
+    quartile = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))]  # noqa: E731 - twice in the next line
+    return Speed(name, statistics.median(ordered), quartile(0.25), quartile(0.75), len(ordered))
