@@ -18,13 +18,13 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nybble.errors import Unsupported
 from nybble.planner import here, plan
-from nybble.planner.lines import Lines, Timing, line_for, measure, roofline
+from nybble.planner.lines import Lines, Timing, measure
 from nybble.planner.machines import TABLE, Machine, with_measured
 from nybble.quantize.schemes import SCHEMES
 
@@ -96,8 +96,8 @@ class Cell:
 
 def scheme_of(name: str) -> str | None:
     """The scheme that a result's row is of: its own name, or the 16-bit-activation scheme of a weight format."""
-    if name == plan.ORIGINAL or name.upper() in SCHEMES:
-        return name if name == plan.ORIGINAL else name.upper()
+    if name == plan.ORIGINAL or name in SCHEMES:
+        return name
     return next((s.name for s in SCHEMES.values() if s.weight.name == name and s.activation is None), None)
 
 
@@ -123,9 +123,8 @@ def cells(timings: Iterable[Timing], machine: Machine, lines: Lines | None = Non
     for t in timings:
         predicted = microseconds(t.scheme, t.n, t.k, t.m, machine)
         if lines is not None and predicted is not None:
-            line = line_for(lines, t.scheme, t.m)
-            plain = roofline(plan.of_linear(t.m, t.n, t.k, t.scheme, machine))
-            predicted = line.at(plain) * 1e6 if line else None
+            own = plan.of_linear(t.m, t.n, t.k, t.scheme, replace(machine, lines=lines))
+            predicted = own.seconds * 1e6 if own.from_line else None
         if predicted is not None:
             found.append(Cell(t.scheme, t.n, t.k, t.m, t.seconds * 1e6, predicted))
     return found
@@ -134,7 +133,7 @@ def cells(timings: Iterable[Timing], machine: Machine, lines: Lines | None = Non
 def calibrate(timings: Iterable[Timing], machine: Machine) -> Lines:
     """Lines from the anchors among the timings."""
     anchors = [t for t in timings if (t.n, t.k) in ANCHORS]
-    return measure(anchors, {t: roofline(plan.of_linear(t.m, t.n, t.k, t.scheme, machine)) for t in anchors})
+    return measure(anchors, {t: plan.of_linear(t.m, t.n, t.k, t.scheme, machine).roofline for t in anchors})
 
 
 def winners(found: Iterable[Cell]) -> list[tuple[tuple[int, int, int], str, str, float]]:

@@ -77,7 +77,7 @@ def test_fused_int8_wins_on_the_rtx_3090(layer: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "published"), [("a100", 1 / 1.38), ("b200", 1 / 3.49)])
-@pytest.mark.xfail(strict=True, reason="rows give 1.8x: int8 has twice the rate on both. That the published "
+@pytest.mark.xfail(strict=True, reason="rows give 1.8x, int8 running at twice bf16's rate; that the published "
                    "Triton kernel loses is its own: on sm_100 it compiles to mma.sync, whose rate is in no datasheet")  # fmt: skip
 def test_fused_int8_loses_on_data_centre_gpus(machine: str, published: float) -> None:
     assert all(speed(machine, "W8A8", 4096, *shape) < 1 for shape in DIFFUSION.values()), published

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -14,6 +18,9 @@ from nybble.errors import BadInput
 from nybble.planner import here, machines, report, shapes
 from nybble.planner import plan as planning
 from nybble.planner.machines import Machine
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _machine(name: str) -> Machine:
@@ -53,15 +60,66 @@ def machine(options: argparse.Namespace) -> None:
         sys.stdout.write("\n".join(report.machine_lines(_machine(name))) + "\n")
 
 
-def _measure() -> Path:
-    """Measure this machine and keep what was found."""
-    from nybble.planner import measure
+def _measure() -> None:
+    """Measure this machine, ceilings first and then what our linears add to them, and keep what was found."""
+    from nybble.planner import lines, measure
 
     device = "cuda" if here.gpu_name() else "cpu"
-    found = measure.ceilings(device, lambda text: print(text, file=sys.stderr))  # noqa: T201 - progress
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores / 2:
+        _say(f"this machine is busy (load {load:.1f} on {cores} cores): measure again when it is not")
+    found = measure.ceilings(device, _say)
     if "bandwidth" not in found or "launch" not in found:
         raise BadInput("bandwidth and launches could not be measured; nothing was kept")
     path = here.file_for(here.key())
     measure.save(path, here.key(), found)
-    sys.stderr.write(f"kept in {path}\n")
-    return path
+    bare, names = here.machine(), (planning.ORIGINAL, *planning.DEFAULT_SCHEMES)
+    timed = measure.timings(names, lambda scheme, n, k, m: _linears(scheme, n, k, m, device), device, _say)
+    plain = {t: planning.of_linear(t.m, t.n, t.k, t.scheme, bare).roofline for t in timed}
+    measure.save(path, here.key(), found, lines.measure(timed, plain))
+    _say(f"kept in {path}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+_PAST_CACHES = {"cuda": 1 << 28, "cpu": 1 << 26}  # bytes of weights that go by before one comes again
+_MOST_COPIES = 16
+
+
+@lru_cache(maxsize=4)
+def _normal(rows: int, columns: int, device: str) -> Tensor:
+    import torch
+
+    generator = torch.Generator(device).manual_seed(rows)
+    return torch.randn(rows, columns, generator=generator, device=device).bfloat16()
+
+
+def _linears(scheme: str, n: int, k: int, m: int, device: str) -> list[Callable[[], Any]] | None:
+    """Calls of one linear with weights of their own, the first one's result checked; None where nothing native
+    serves."""
+    import torch
+
+    from nybble.ops._choose import choose
+    from nybble.ops.linear import LINEAR
+    from nybble.quantize import quantize
+    from nybble.quantize.schemes import scheme as row_of
+
+    x, w = _normal(m, k, device), _normal(n, k, device)
+    if scheme == planning.ORIGINAL:
+        copies = min(_MOST_COPIES, max(1, _PAST_CACHES[device] // (2 * n * k)))
+        return [partial(torch.nn.functional.linear, x, w.clone()) for _ in range(copies)]
+    row = row_of(scheme)
+    q = quantize(w, row.weight)
+    args = (x, q, None, row.activation, None)
+    chosen = choose(LINEAR, torch.device(device).type, *args)
+    if not chosen.native:
+        return None
+    layout = chosen.layout(q)
+    q = q if layout is None else q.to_layout(layout)
+    if n * k <= 1 << 24:  # the larger anchor's reference would take longer than all timings
+        LINEAR.check(chosen.run(x, q, *args[2:]), args, f"{chosen.name} under {scheme}, {m}x{n}x{k}")
+    copies = min(_MOST_COPIES, max(1, _PAST_CACHES[device] // q.nbytes))
+    weights = [q, *(replace(q, codes=q.codes.clone(), scale=q.scale.clone()) for _ in range(copies - 1))]
+    return [partial(chosen.run, x, weight, *args[2:]) for weight in weights]

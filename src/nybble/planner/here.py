@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nybble.errors import BadInput, Unsupported
+from nybble.planner.lines import from_json
 from nybble.planner.machines import SCALARS, TABLE, UNITS, Machine, with_measured
 
 
@@ -68,7 +69,8 @@ def load(path: Path) -> dict[str, Any] | None:
         ceilings = {str(name): float(value) for name, value in found["ceilings"].items()}
         if any(not value > 0 for value in ceilings.values()):
             raise ValueError("a ceiling is not positive")
-        return {**found, "key": str(found["key"]), "date": str(found["date"]), "ceilings": ceilings}
+        lines = from_json(found.get("lines", {}))
+        return {"key": str(found["key"]), "date": str(found["date"]), "ceilings": ceilings, "lines": lines}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,14 +85,16 @@ def machine() -> Machine:
     """
     name = key()
     found, row = load(file_for(name)), row_for(name)
-    if row is not None:
-        return row if found is None else with_measured(row, found["ceilings"], found["date"])
+    if found is None and row is not None:
+        return row
     if found is None:
         raise Unsupported(
             f"{name!r} is not in the table and nothing was measured here: run `nybble machine --measure`, "
             f"or describe it in a TOML file (`nybble machine --example`)"
         )
-    return from_ceilings(name, found["ceilings"], found["date"])
+    ceilings, date = found["ceilings"], found["date"]
+    own = from_ceilings(name, ceilings, date) if row is None else with_measured(row, ceilings, date)
+    return replace(own, lines=found["lines"])
 
 
 def from_ceilings(name: str, ceilings: Mapping[str, float], date: str) -> Machine:

@@ -6,7 +6,8 @@ tokens, two measured shapes, a small and a large one, give a line
     seconds = fixed + slope * roofline
 
 with the roofline free of launches. That is a measurement, not a fit by hand: two numbers from two timings, and every
-other shape is held out. Between numbers of tokens that were measured, both are interpolated in log M.
+other shape is held out. Between numbers of tokens that were measured both are interpolated in log M, and beyond them
+the nearest line holds.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from nybble.planner.predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,7 @@ class Line:
 
 
 Lines = Mapping[str, Mapping[int, Line]]
-
-
-def roofline(prediction: Prediction) -> float:
-    """A prediction without its launches."""
-    return prediction.seconds - sum(step.launch for step in prediction.steps)
+"""Scheme -> tokens -> line."""
 
 
 def through(small: tuple[float, float], large: tuple[float, float]) -> Line:
@@ -75,14 +70,29 @@ def measure(timings: Iterable[Timing], rooflines: Mapping[Timing, float]) -> dic
 
 
 def line_for(lines: Lines, scheme: str, m: int) -> Line | None:
-    """A scheme's line at a number of tokens, between measured ones by log M; None beyond them."""
-    known = lines.get(scheme, {})
-    if m in known:
-        return known[m]
-    below, above = [t for t in known if t < m], [t for t in known if t > m]
-    if not below or not above:
+    """A scheme's line at a number of tokens; None for a scheme that was not measured."""
+    known = lines.get(scheme)
+    if not known:
         return None
-    low, high = max(below), min(above)
+    low, high = (
+        max((t for t in known if t <= m), default=min(known)),
+        min((t for t in known if t >= m), default=max(known)),
+    )
+    if low >= high:
+        return known[low]
     share = math.log(m / low) / math.log(high / low)
     a, b = known[low], known[high]
     return Line(a.fixed + share * (b.fixed - a.fixed), a.slope + share * (b.slope - a.slope))
+
+
+def to_json(lines: Lines) -> dict[str, dict[str, dict[str, float]]]:
+    """Lines as JSON holds them: scheme -> tokens as text -> the two numbers."""
+    return {s: {str(m): {"fixed": x.fixed, "slope": x.slope} for m, x in each.items()} for s, each in lines.items()}
+
+
+def from_json(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, dict[int, Line]]:
+    """The inverse of `to_json`."""
+    return {
+        scheme: {int(m): Line(float(line["fixed"]), float(line["slope"])) for m, line in each.items()}
+        for scheme, each in found.items()
+    }

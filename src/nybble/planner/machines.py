@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nybble.errors import BadInput, UnknownName
+from nybble.planner.lines import Lines
 
 T, G = 1e12, 1e9
 UNITS = ("fp64", "fp32", "bf16", "fp8", "mxfp8", "fp4", "int8", "int4")
@@ -37,6 +38,7 @@ class Machine:
         uncertain: what of it is not in that source, and what it rests on.
         measured: figure -> date on which it was measured here.
         shared: whether products run on the scalar units, so that decoding and multiplying take turns.
+        lines: what real kernels add, where it was measured (lines.py).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Machine:
     uncertain: tuple[str, ...] = ()
     measured: Mapping[str, str] = field(default_factory=dict)
     shared: bool = False
+    lines: Lines = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "bandwidth": self.bandwidth, **self.units, **self.scalars}

@@ -1,4 +1,4 @@
-"""Ceilings of this machine, measured: bandwidth, products, and the least that a launch costs. At most a minute.
+"""Ceilings of this machine, measured: bandwidth, products, the least that a launch costs, and what linears add.
 
 What is measured is what torch's own calls reach on large operands (8192 cubed on a GPU, 2048 cubed on a CPU) of random
 data, the best of several runs: other work on the machine can only slow one, and a ceiling is what can be reached.
@@ -9,50 +9,98 @@ the next.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nybble.errors import BadInput
+from nybble.planner.lines import Lines, Timing, to_json
 
-LIMIT = 60.0
-_REPEATS, _SLICE = 7, 5.0
+CEILINGS, LINES = 22.0, 30.0
+"""Seconds that each may take; what does not fit is left out, by name. Together with imports, a minute."""
+
+_REPEATS, _SLICE = 7, 2.0
 
 
-def ceilings(device: str = "cpu", say: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+def ceilings(
+    device: str = "cpu", say: Callable[[str], None] = lambda text: None, limit: float = CEILINGS
+) -> dict[str, float]:
     """What this machine reaches: operations and bytes a second, seconds of a launch, bytes of memory.
 
     Args:
         device: "cpu" or "cuda".
         say: told each figure as it is found.
+        limit: seconds.
     """
-    gpu, end = device.startswith("cuda"), time.monotonic() + LIMIT - _SLICE
+    gpu, end = device.startswith("cuda"), time.monotonic() + limit - _SLICE
     size = 8192 if gpu else 2048
     found = {"memory": float(_memory(device))}
     for name, make in {"bandwidth": _bandwidth, "launch": _launch, **_PRODUCTS}.items():
         if time.monotonic() > end:
-            say(f"{name}: left out, a minute is over")
+            say(f"{name}: left out, time is over")
             continue
         try:
             work, amount = make(device, size)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             say(f"{name}: not here ({str(error).splitlines()[0][:80]})")
             continue
-        seconds = _seconds(work, gpu)
-        found[name] = amount / seconds if amount else seconds / _LAUNCHES
+        seconds = _seconds(work, gpu, repeats=_REPEATS if gpu or amount else _CALLS)
+        found[name] = amount / seconds if amount else seconds / (_LAUNCHES if gpu else 1)
         say(f"{name}: {found[name]:.4g}")
     return found
 
 
-def save(path: Path, key: str, found: dict[str, float]) -> dict[str, Any]:
-    """Write ceilings with today's date, so that the file is there as a whole or not at all."""
-    record = {"key": key, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "ceilings": found}
+TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 4, 16, 64, 256, 1024, 4096)}
+ANCHORS = {"cpu": ((1024, 1024), (4096, 4096)), "cuda": ((4096, 4096), (28672, 8192))}
+"""Shapes [N, K] that lines are measured on."""
+Prepare = Callable[[str, int, int, int], "list[Callable[[], Any]] | None"]
+
+
+def timings(
+    schemes: Sequence[str], prepare: Prepare, device: str, say: Callable[[str], None] = lambda text: None
+) -> list[Timing]:
+    """Times of real linears on the anchors, for lines.py.
+
+    Args:
+        schemes: which.
+        prepare: (scheme, N, K, M) -> calls that take turns, each with weights of its own so that no cache holds
+            them, or None where nothing native serves.
+        device: "cpu" or "cuda".
+        say: told each scheme that is left out.
+    """
+    kind, end = device.split(":")[0], time.monotonic() + LINES - _SLICE
+    found: list[Timing] = []
+    for scheme in schemes:
+        for (n, k), m in itertools.product(ANCHORS[kind], TOKENS[kind]):
+            works = prepare(scheme, n, k, m) if time.monotonic() < end else None
+            if works is None:
+                say(f"{scheme}: no line, {'nothing native serves' if time.monotonic() < end else 'time is over'}")
+                found = [timing for timing in found if timing.scheme != scheme]
+                break
+            seconds = _seconds(_in_turn(works, kind == "cuda"), kind == "cuda", _SLICE / 4) / len(works)
+            found.append(Timing(scheme, m, n, k, seconds))
+    return found if len({timing.scheme for timing in found}) > 1 else []  # one alone has nothing to be compared with
+
+
+def _in_turn(works: list[Callable[[], Any]], gpu: bool) -> Callable[[], Any]:
+    def run() -> None:
+        for work in works:
+            work()
+
+    return _captured(run) if gpu else run
+
+
+def save(path: Path, key: str, found: dict[str, float], lines: Lines | None = None) -> dict[str, Any]:
+    """Write ceilings and lines with today's date, so that the file is there as a whole or not at all."""
+    record = {"key": key, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "ceilings": found,
+              "lines": to_json(lines or {})}  # fmt: skip
     scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,25 +126,28 @@ def _bandwidth(device: str, size: int) -> Made:
     return (lambda: b.copy_(a), 2.0 * a.numel() * 4) if device != "cpu" else (a.sum, a.numel() * 4.0)
 
 
-_LAUNCHES = 100
+_LAUNCHES, _CALLS = 100, 1000
 
 
 def _launch(device: str, size: int) -> Made:
-    """A hundred smallest products; amount 0 means that the time itself is wanted."""
+    """The smallest product, on a GPU a hundred of them in a graph; amount 0 means that the time itself is wanted."""
     x, w = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((1, 64), (64, 64)))
 
     def run() -> None:
         for _ in range(_LAUNCHES):
             torch.nn.functional.linear(x, w)
 
-    if device == "cpu":
-        return run, 0.0
+    return (lambda: torch.nn.functional.linear(x, w)) if device == "cpu" else _captured(run), 0.0
+
+
+def _captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """What replays `run` as a CUDA graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay, 0.0
+    return graph.replay
 
 
 def _matmul(dtype: torch.dtype) -> Callable[[str, int], Made]:
@@ -137,12 +188,12 @@ _PRODUCTS: dict[str, Callable[[str, int], Made]] = {
 }
 
 
-def _seconds(work: Callable[[], Any], gpu: bool) -> float:
+def _seconds(work: Callable[[], Any], gpu: bool, limit: float = _SLICE, repeats: int = _REPEATS) -> float:
     """The best of a few runs, fewer where one takes long."""
     work()
     times: list[float] = []
-    end = time.monotonic() + _SLICE
-    while len(times) < _REPEATS and (not times or time.monotonic() < end):
+    end = time.monotonic() + limit
+    while len(times) < repeats and (not times or time.monotonic() < end):
         if gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nybble import costs
 from nybble.errors import BadInput, Unsupported
 from nybble.planner import predict
+from nybble.planner.lines import line_for
 from nybble.planner.machines import TABLE, Machine
 from nybble.planner.shapes import Linear, Model
 from nybble.quantize.schemes import Scheme, scheme
@@ -47,6 +48,7 @@ class Row:
         bound: what binds the linears that take most of the time.
         path: native, emulated or refused.
         why: the route, or the reason of the refusal.
+        from_line: whether what real kernels add is in it, as measured on this machine.
     """
 
     scheme: str
@@ -56,6 +58,7 @@ class Row:
     bound: str
     path: str
     why: str
+    from_line: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,9 @@ def of_linear(m: int, n: int, k: int, name: str, machine: Machine) -> predict.Pr
     """
     if min(m, n, k) < 1:
         raise BadInput(f"M = {m}, N = {n}, K = {k}: a shape has to be positive")
-    return predict.best(_routes(m, n, k, name, machine), machine, f"run {name}")
+    found = predict.best(_routes(m, n, k, name, machine), machine, f"run {name}")
+    line = line_for(machine.lines, name, m)
+    return found if line is None else replace(found, seconds=line.at(found.roofline), from_line=True)
 
 
 def _routes(m: int, n: int, k: int, name: str, machine: Machine) -> tuple[costs.Route, ...]:
@@ -181,12 +186,16 @@ def _rows(model: Model, machine: Machine, m: int, names: Sequence[str]) -> list[
         seconds = sum(count * p.seconds for count, p in each)
         _, longest = max(each, key=lambda pair: pair[0] * pair[1].seconds)
         path = "native" if all(p.native for _, p in each) else "emulated"
-        found.append(Row(name, m, seconds, base / seconds, longest.bound, path, longest.route))
+        real = all(p.from_line for _, p in each)
+        found.append(Row(name, m, seconds, base / seconds, longest.bound, path, longest.route, real))
     return found
 
 
 def _verdict(phase: str, rows: Sequence[Row], able: Sequence[str]) -> Verdict | None:
-    """The fastest native scheme of a phase that pays; of equally fast ones the one with the most bits."""
+    """The fastest native scheme of a phase that pays; of equally fast ones the one with the most bits.
+
+    Where the original's real time is known, schemes of which only a bound is known do not compete with it.
+    """
     mine = [row for row in rows if (row.tokens <= DECODE_TOKENS) == (phase == "decode")]
     tokens = tuple(sorted({row.tokens for row in mine}))
     if not tokens:
@@ -194,7 +203,8 @@ def _verdict(phase: str, rows: Sequence[Row], able: Sequence[str]) -> Verdict | 
     speed: dict[str, float] = {}
     for name in able:
         each = [row for row in mine if row.scheme == name]
-        if all(row.path == "native" for row in each):
+        real = {row.tokens for row in mine if row.scheme == ORIGINAL and row.from_line}
+        if all(row.path == "native" and (row.from_line or row.tokens not in real) for row in each):
             speed[name] = math.exp(sum(math.log(row.speedup or 1) for row in each) / len(each))
     top = max(speed.values(), default=1.0)
     at = f"{phase} (M = {', '.join(map(str, tokens))})"
@@ -229,7 +239,7 @@ def _objective(x: Linear, name: str, machine: Machine, tokens: Sequence[int]) ->
                 found = of_linear(m, x.n, x.k, name, machine)
             except Unsupported:
                 return None
-            if not found.native:
+            if not found.native or (ORIGINAL in machine.lines and not found.from_line):
                 return None
             total += times * found.seconds
     return x.count * total

@@ -59,8 +59,9 @@ class Prediction:
         machine, route: names.
         native: whether it computes in the format asked for.
         seconds: predicted.
-        bound: what binds the longest step: its name and its share of the time.
+        bound: what binds the longest step.
         steps: the terms of each step.
+        from_line: whether `seconds` holds what real kernels were measured to add; otherwise it bounds the best one.
     """
 
     machine: str
@@ -69,6 +70,12 @@ class Prediction:
     seconds: float
     bound: str
     steps: tuple[Terms, ...]
+    from_line: bool = False
+
+    @property
+    def roofline(self) -> float:
+        """The terms' time without launches."""
+        return sum(step.seconds - step.launch for step in self.steps)
 
     @property
     def path(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nybble.errors import BadInput, Unsupported
 from nybble.planner.machines import Machine
-from nybble.planner.plan import ORIGINAL, Plan, of_linear
+from nybble.planner.plan import ORIGINAL, Plan, Row, of_linear
 from nybble.planner.shapes import Model
 
 _SAMPLES = tuple(round(2 ** (i / 4)) for i in range(53))
@@ -38,14 +38,18 @@ def cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
     for name, size in plan.weight_bytes.items():
         mine = [row for row in plan.rows if row.scheme == name]
         fits = "" if plan.fits(name) else " too large"
-        speeds = [_speed(row.seconds, row.speedup) for row in mine]
+        speeds = [_speed(row, bounds_only=bool(plan.machine["lines"]) and not row.from_line) for row in mine]
         bounds = " | ".join(dict.fromkeys(row.bound or row.why for row in mine))
         body.append([name, f"{size / 2**30:.2f} GiB{fits}", mine[0].path, *speeds, bounds])
     return head, body
 
 
-def _speed(seconds: float | None, speedup: float | None) -> str:
-    return "-" if seconds is None else f"{_time(seconds)} {speedup:.2f}x"
+def _speed(row: Row, bounds_only: bool) -> str:
+    """Time and speed; a bound among real times is marked as one."""
+    if row.seconds is None or row.speedup is None:
+        return "-"
+    least, most = (">", "<") if bounds_only else ("", "")
+    return f"{least}{_time(row.seconds)} {most}{row.speedup:.2f}x"
 
 
 def _time(seconds: float) -> str:
@@ -59,9 +63,11 @@ def closing(plan: Plan) -> list[str]:
     mixed = [f"model: {plan.sentence}"] if plan.sentence else []
     measured = plan.machine["measured"]
     origin = f"measured: {', '.join(f'{k} ({v})' for k, v in measured.items())}" if measured else "peaks of the table"
-    return [used, *(verdict.sentence for verdict in plan.verdicts), *mixed,
-            f"rates of {plan.machine['name']}: {origin}. Predictions bound the best kernel; linears only; quality is "
-            f"measured by `nybble survey`."]  # fmt: skip
+    meaning = "Predictions bound the best kernel"
+    if plan.machine["lines"]:
+        meaning = "Times hold what our linears were measured to add; > and < mark bounds where that is not known"
+    rates = f"rates of {plan.machine['name']}: {origin}. {meaning}; linears only; `nybble survey` measures quality."
+    return [used, *(verdict.sentence for verdict in plan.verdicts), *mixed, rates]
 
 
 def curves(model: Model, machine: Machine, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:

@@ -1,0 +1,76 @@
+"""Predictions for the H200, written before they were compared, and the comparison with the committed measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+import house
+from nybble import costs
+from nybble.planner import predict
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_planner", house.ROOT / "benchmarks" / "planner.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_planner"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_predictions_are_still_those_that_were_written(bench: ModuleType) -> None:
+    assert json.loads(bench.PREDICTIONS.read_text(encoding="utf-8")) == bench.predict()
+
+
+# (N, K, M): cuBLAS bf16, us; x: speed over it of the best int4 kernels that others offer (Humming 0.1.19, group 128).
+PEERS = {
+    (28672, 8192, 1): (116.4, 2.74), (28672, 8192, 16): (117.1, 2.45), (28672, 8192, 64): (123.3, 1.68),
+    (28672, 8192, 256): (198.7, 1.09), (28672, 8192, 2048): (1389.0, 1.05), (4096, 4096, 1): (14.3, 1.55),
+    (14336, 4096, 1): (36.5, 2.32), (4096, 14336, 1): (38.0, 2.40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", PEERS, ids=str)
+def test_a_prediction_bounds_the_best_kernels_of_others(bench: ModuleType, cell: tuple[int, int, int]) -> None:
+    (n, k, m), (us, x) = cell, PEERS[cell]
+    machine = bench.h200()
+    assert bench.microseconds("bf16", n, k, m, machine) <= 1.05 * us
+    assert bench.microseconds("W4A16", n, k, m, machine) <= 1.05 * us / x
+
+
+def test_ozaki_with_measured_ceilings(bench: ModuleType) -> None:
+    # Published for GH200 with 15 int8 moduli: 53.7 against 61.5 TFLOP/s at 4096, 88.5 against 61.2 at 16384.
+    def pays(n: int) -> bool:
+        native, int8, _ = (predict.predict(route, bench.h200()).seconds for route in costs.product_fp64(n, n, n))
+        return int8 < native
+
+    assert (pays(4096), pays(16384)) == (False, True)
+
+
+def _files(bench: ModuleType) -> list[object]:
+    found = sorted(bench.RESULTS.glob("linear*.json"))
+    return found or pytest.skip("no measurements of linear are committed yet")
+
+
+def test_predictions_on_held_out_shapes(bench: ModuleType) -> None:
+    """Lines measured on two shapes; every other one: 80 % within 20 %, the fastest right (within 5 %) in 95 %."""
+    timings, machine = bench.measured(_files(bench)), bench.h200()
+    found = bench.cells(
+        (t for t in timings if (t.n, t.k) not in bench.ANCHORS), machine, bench.calibrate(timings, machine)
+    )
+    total = bench.summary(found)
+    assert total["cells"] > 0
+    assert total["within"] >= bench.CELLS
+    assert total["right"] >= bench.WINNERS
+
+
+def test_peaks_bound_what_was_measured(bench: ModuleType) -> None:
+    """Nothing measured is faster than the peaks allow, but for the 10 % by which runs differ."""
+    assert [c for c in bench.cells(bench.measured(_files(bench)), bench.h200()) if c.error > 0.10] == []
