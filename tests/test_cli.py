@@ -150,6 +150,15 @@ def test_quantize_calibrates_what_needs_it(place: Path, capsys: pytest.CaptureFi
     assert all(layer.activation_amax is not None and float(layer.activation_amax) > 0 for layer in layers)
 
 
+def test_quantize_rounds_before_it_converts(place: Path) -> None:
+    assert ran("quantize", "model", "W8A16", "-o", "w8", "--device", "cpu", "--dtype", "bfloat16") == 0
+    model, original = nybble.load(str(place / "w8")), tiny.llama()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    name = "model.layers.1.mlp.up_proj"
+    expected = nybble.quantize(original.get_submodule(name).weight.detach(), "int8_channel")
+    assert torch.equal(model.get_submodule(name).weight.unpack(), expected.unpack())
+
+
 BAD: list[tuple[str, list[str], str]] = [
     ("no such command", ["survei", "model"], "unknown command 'survei'; nearest: survey"),
     ("no command", [], "usage: nybble"),

@@ -129,7 +129,9 @@ def _add_quantize(p: _Parser) -> None:
     p.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="NAME",
                    help="layers to leave alone, by name or re:pattern (default: lm_head)")  # fmt: skip
     _add_device(p)
-    p.add_argument("--dtype", choices=_DTYPES, help="of what is not quantized (default: the model's own)")
+    p.add_argument(
+        "--dtype", choices=_DTYPES, help="of what is not quantized (default: the model's own, bfloat16 for .gguf)"
+    )
     p.set_defaults(run=_late("nybble.cli.models", "quantize"))
 
 

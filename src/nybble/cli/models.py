@@ -7,11 +7,16 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nybble.cli import STOPPED
 from nybble.cli.console import Plain
 from nybble.errors import BadInput
 from nybble.machine import find_device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _EVALUATED = 4096  # tokens at the text's end that calibration leaves to evaluation
 
@@ -83,7 +88,7 @@ def quantize(options: argparse.Namespace) -> None:
 
     from nybble.methods import quantize_, record
     from nybble.methods.compose import plan
-    from nybble.models import check_saveable, load, load_tokenizer, save
+    from nybble.models import check_saveable, load, load_tokenizer, resolve, save
     from nybble.quantize.schemes import scheme as find_scheme
 
     scheme, device = find_scheme(options.scheme), find_device(options.device)
@@ -91,11 +96,14 @@ def quantize(options: argparse.Namespace) -> None:
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise BadInput(f"{options.out} is there already: name a new folder")
     _hush()
-    model = load(options.model, device, getattr(torch, options.dtype) if options.dtype else None)
+    model = load(options.model, device)
     tokenizer = load_tokenizer(options.model)
     check_saveable(model, scheme, options.ignore)
     batches = _calibration(tokenizer, device, learns) if learns or scheme.static_input_scale else None
     quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches)
+    dtype = options.dtype or ("bfloat16" if resolve(options.model).kind == "gguf" else None)
+    if dtype is not None:
+        _convert(model, getattr(torch, dtype))
     save(model, options.out, tokenizer)
     done = record(model)
     if done is not None:
@@ -104,6 +112,12 @@ def quantize(options: argparse.Namespace) -> None:
             f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
             f"({share:.0%} of the original's bytes)", soft_wrap=True,
         )  # fmt: skip
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring what was not quantized into `dtype`; quantized weights were rounded from their own."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _calibration(tokenizer: object, device: object, learns: bool) -> list[dict[str, object]]:
