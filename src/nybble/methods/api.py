@@ -97,7 +97,7 @@ def quantize_(
     if not selection.linears:
         raise BadInput(f"{type(model).__name__} has no nn.Linear to quantize (ignored: {', '.join(ignore) or 'none'})")
     given = None if calibration is None else batches(calibration)
-    if what.needs_inputs and not given:
+    if what.needs_batches and not given:
         raise BadInput(
             f"method {method!r} learns from the inputs of each layer: give calibration, batches for the model"
         )
@@ -121,6 +121,8 @@ def _prepare(
     for part in what.changes:
         if hasattr(part.module, "prepare"):
             part.module.prepare(model, selection.linears, scheme, part.config)
+        if hasattr(part.module, "fit"):
+            part.module.fit(model, selection.linears, scheme, given, part.config)
     amax: dict[str, Tensor] = {}
     if given is not None and scheme.static_input_scale and not what.needs_inputs:
         amax = input_amax(model, selection.linears, given)

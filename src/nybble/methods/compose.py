@@ -4,10 +4,12 @@ A method's file has a `Config` and one or more of
 
     apply(layer, config) -> QuantTensor          rounds one linear                          (rtn, gptq, schur, …)
     fold(stage, inputs, scheme, config, probe)   changes one block so that it rounds better (smoothquant, awq)
-    prepare(model, linears, scheme, config)      the same for the whole model               (hadamard)
+    prepare(model, linears, scheme, config)      the same for the whole model, without data (hadamard)
+    fit(model, linears, scheme, batches, config) the same with data                         (distill)
 
-and says with `NEEDS_INPUTS = True` that it has to see calibration. "smoothquant+gptq" folds with the first and rounds
-with the second; a name without anything that rounds is followed by rtn.
+`NEEDS_INPUTS = True` says that it has to be told what reaches each linear, `NEEDS_BATCHES = True` that it runs the
+model on calibration itself. "smoothquant+gptq" folds with the first and rounds with the second; a name without
+anything that rounds is followed by rtn.
 """
 
 from __future__ import annotations
@@ -59,8 +61,13 @@ class Part:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether it has to see calibration."""
+        """Whether it has to be told what reaches each linear."""
         return getattr(self.module, "NEEDS_INPUTS", False)
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether calibration has to be given."""
+        return self.needs_inputs or getattr(self.module, "NEEDS_BATCHES", False)
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,13 @@ class Plan:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether any part has to see calibration."""
+        """Whether any part has to be told what reaches each linear."""
         return any(part.needs_inputs for part in (*self.changes, self.rounds))
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether calibration has to be given."""
+        return any(part.needs_batches for part in (*self.changes, self.rounds))
 
 
 def methods() -> list[str]:

@@ -1,0 +1,238 @@
+"""Quantization-aware distillation: train the weights that will be rounded, with rounding in place, on the original.
+
+Rounding after the fact cannot do better than the nearest point it finds for given weights; training moves the weights
+so that their *rounded* values serve. Student and teacher are the same model, the teacher unrounded and frozen. In the
+student every linear computes with exactly what will be stored and, unless told otherwise, with the inputs it will be
+given,
+
+    y = Q_a(x) Q_w(W)^T        Q_w: codes and scales of the scheme, dequantized;  Q_a: the scheme's activation format
+
+in the model's own dtype. Rounding has no useful gradient; the straight-through estimate takes that of the
+dequantized product for W and x as if Q were the identity. The loss is the forward KL divergence to the teacher, the
+mean over tokens of
+
+    sum_v p(v) log( p(v) / q(v) ),        p = softmax(teacher), q = softmax(student)
+
+and only the linears' weights learn. With `rank`, W = W0 + B A of that rank learns instead: optimizer state and
+gradients then are those of A and B, and the merged weight is rounded on the fly.
+
+Master weights are float32. After the last step they are rounded by rtn, on the same path as in training, so that the
+codes written are those that were simulated. Scales over a tensor are shared among fused projections as everywhere.
+Activation scales of formats with two levels are measured on each call while training.
+
+A step costs about three forward passes more than the teacher's one, and the rounding of every weight; memory is that
+of training: 16 bytes a weight beyond the model (master, gradient, two moments), or those of A and B and one layer's
+gradient.
+
+Source: Xu et al.: QATFactory, arXiv 2609.39223; the estimator: Bengio et al., arXiv 1308.3432.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nybble.errors import BadInput
+from nybble.formats.spec import BlockFormat
+from nybble.methods import rtn
+from nybble.methods.calibrate import Batch, call
+from nybble.methods.layer import Layer
+from nybble.methods.select import fused_groups
+from nybble.ops.linear.reference import round_activation
+from nybble.quantize.rounding import uniform
+from nybble.quantize.schemes import Scheme
+
+NEEDS_BATCHES = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of distillation.
+
+    Attributes:
+        steps: how many batches are trained on; the calibration is gone through again and again.
+        lr: AdamW's learning rate, reached after `warmup` steps and decaying to zero along a cosine.
+        warmup: steps.
+        rank: of B A; 0 trains whole weights.
+        weights_only: whether inputs are left as they are although the scheme rounds them.
+        seed: of the order of batches and of A.
+    """
+
+    steps: int = 200
+    lr: float = 1e-5
+    warmup: int = 10
+    rank: int = 0
+    weights_only: bool = False
+    seed: int = 0
+
+
+class Trained:
+    """The trainable weight of one linear.
+
+    Attributes:
+        parameters: what the optimizer moves: the master weight, or A and B.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, seed: int) -> None:
+        self.dtype = linear.weight.dtype
+        self._start = linear.weight.detach()
+        if not rank:
+            self.parameters = [self._start.to(torch.float32).clone().requires_grad_()]
+            return
+        n, k = linear.weight.shape
+        a = ((uniform((rank, k), seed) * 2 - 1) / k**0.5).to(linear.weight.device)
+        b = torch.zeros(n, rank, device=linear.weight.device)
+        self.parameters = [a.requires_grad_(), b.requires_grad_()]
+
+    def weight(self) -> Tensor:
+        """The weight as it is now, in the model's dtype: what is rounded."""
+        if len(self.parameters) == 1:
+            return self.parameters[0].to(self.dtype)
+        a, b = self.parameters
+        return torch.addmm(self._start.to(torch.float32), b, a).to(self.dtype)
+
+
+class _Straight(torch.autograd.Function):
+    """Gives the second argument, and hands its gradient to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """`rounded` in the forward pass, the identity on x in the backward pass."""
+    result: Tensor = _Straight.apply(x, rounded)
+    return result
+
+
+def fit(
+    model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, batches: Sequence[Batch], config: Config
+) -> list[float]:
+    """Train the linears' weights; they are replaced, not written to.
+
+    Args:
+        model: the model; it gives logits, or an output that holds them.
+        linears: those that will be quantized.
+        scheme: what they will be quantized to.
+        batches: what is trained on.
+        config: the settings.
+
+    Returns:
+        The loss of every step, nats a token.
+
+    Raises:
+        BadInput: a loss is not finite, or settings are out of range.
+    """
+    if config.steps < 1 or config.rank < 0 or config.lr <= 0:
+        raise BadInput(
+            f"distill: steps {config.steps} and lr {config.lr} must be positive, rank {config.rank} at least 0"
+        )
+    teacher = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    trained = {name: Trained(linear, config.rank, config.seed + i) for i, (name, linear) in enumerate(linears.items())}
+    activation = None if config.weights_only else scheme.activation
+    parameters = [p for one in trained.values() for p in one.parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
+    losses = []
+    with torch.enable_grad(), simulating(linears, trained, replace(scheme, activation=activation)):
+        for step, batch in enumerate(_order(batches, config)):
+            with torch.no_grad():
+                target = _logits(call(teacher, batch))
+            loss = divergence(target, _logits(call(model, batch)))
+            losses.append(float(loss.detach()))
+            if not torch.isfinite(loss.detach()):
+                raise BadInput(f"distill: the loss is {losses[-1]} at step {step + 1}: a smaller lr may help")
+            # Only what trains gets a gradient: other parameters may be shared with the original.
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            schedule.step()
+    for name, linear in linears.items():
+        linear.weight = nn.Parameter(trained[name].weight().detach(), requires_grad=linear.weight.requires_grad)
+    return losses
+
+
+@contextmanager
+def simulating(linears: Mapping[str, nn.Linear], trained: Mapping[str, Trained], scheme: Scheme) -> Iterator[None]:
+    """Within this context the linears compute with rounded weights and inputs."""
+    try:
+        for names in fused_groups(linears):
+            for name in names:
+                group = [trained[other] for other in names]
+                linears[name].__dict__["forward"] = _Simulated(name, linears[name], trained[name], group, scheme)
+        yield
+    finally:
+        for linear in linears.values():
+            linear.__dict__.pop("forward", None)
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """A linear's forward pass while training."""
+
+    name: str
+    linear: nn.Linear
+    trained: Trained
+    group: Sequence[Trained]
+    scheme: Scheme
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.trained.weight()
+        return torch.nn.functional.linear(
+            _round_input(x, self.scheme.activation), straight_through(weight, self._rounded(weight)), self.linear.bias
+        )
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            others = [one.weight() for one in self.group if one is not self.trained]
+            amax = torch.stack([w.abs().amax().to(torch.float32) for w in (weight, *others)]).amax()
+            layer = Layer(self.name, weight.detach(), self.scheme, amax)
+            return rtn.apply(layer, rtn.Config()).dequantize(weight.dtype)
+
+
+def _round_input(x: Tensor, activation: BlockFormat | None) -> Tensor:
+    if activation is None:
+        return x
+    with torch.no_grad():
+        rounded = round_activation(x.detach(), activation).to(x.dtype)
+    return straight_through(x, rounded)
+
+
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """The mean over tokens of KL(teacher || student) of logits [..., V], in float32."""
+    p, q = (z.to(torch.float32).log_softmax(-1) for z in (teacher, student))
+    return (p.exp() * (p - q)).sum(-1).mean()
+
+
+def _logits(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise BadInput(f"distill needs a model that gives logits, got {type(output).__name__}")
+    return found
+
+
+def _rate(step: int, config: Config) -> float:
+    if step < config.warmup:
+        return (step + 1) / (config.warmup + 1)
+    through = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    return 0.5 * (1 + float(torch.cos(torch.tensor(through * torch.pi))))
+
+
+def _order(batches: Sequence[Batch], config: Config) -> Iterator[Batch]:
+    """Batches for all steps: each pass over them in another order."""
+    for step in range(config.steps):
+        at = step % len(batches)
+        if at == 0:
+            order = uniform((len(batches),), config.seed + step).argsort().tolist()
+        yield batches[order[at]]

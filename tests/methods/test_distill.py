@@ -1,0 +1,135 @@
+"""Distillation: the estimator's gradient, what is exported, and that training on the original brings it nearer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nybble
+from nybble.errors import BadInput
+from nybble.methods import distill, rtn
+from nybble.methods.layer import Layer
+from nybble.methods.pipeline import weight_amax
+from nybble.ops import QuantLinear
+from nybble.ops.linear.reference import round_activation
+from nybble.quantize.schemes import scheme
+
+
+class Model(nn.Module):
+    """Two fused projections, one that is not, and a head that is not quantized."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.gate_proj, self.up_proj = nn.Linear(64, 96), nn.Linear(64, 96)
+        self.down_proj = nn.Linear(96, 64)
+        self.lm_head = nn.Linear(64, 50, bias=False)
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for _ in range(2):
+            x = x + self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
+        return self.lm_head(x)
+
+
+def batches(count: int = 8, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (4, 16), generator=generator) for _ in range(count)]
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"}
+
+
+def kl(model: nn.Module, original: nn.Module) -> float:
+    with torch.no_grad():
+        return float(torch.stack([distill.divergence(original(b), model(b)) for b in batches(4, seed=9)]).mean())
+
+
+@pytest.mark.parametrize("name", ["NVFP4A16", "NVFP4", "MXFP4", "W4A16_G32"])
+def test_the_gradient_is_that_of_the_dequantized_linear(name: str) -> None:
+    torch.manual_seed(0)
+    row, linear = scheme(name), nn.Linear(64, 32)
+    x = torch.randn(5, 64, requires_grad=True)
+    trained = distill.Trained(linear, 0, 0)
+    with distill.simulating({"l": linear}, {"l": trained}, row):
+        y = linear(x)
+    upstream = torch.randn_like(y)
+    grads = torch.autograd.grad(y, [trained.parameters[0], x], upstream)
+    amax = linear.weight.detach().abs().amax()
+    w = rtn.apply(Layer("l", linear.weight.detach(), row, amax), rtn.Config()).dequantize().requires_grad_()
+    a = round_activation(x.detach(), row.activation).requires_grad_()
+    same = nn.functional.linear(a, w, linear.bias)
+    assert torch.equal(y, same)
+    expected = torch.autograd.grad(same, [w, a], upstream)
+    assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_codes_exported_are_those_simulated(dtype: torch.dtype, rank: int) -> None:
+    model, row = Model(dtype), scheme("NVFP4A16")
+    config = distill.Config(steps=5, lr=1e-3, rank=rank, warmup=1)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        distill.fit(twin, linears(twin), row, batches(), config)
+        trained = {name: distill.Trained(linear, 0, 0) for name, linear in linears(twin).items()}
+        with distill.simulating(linears(twin), trained, row):
+            simulated = twin(batches()[0])
+    nybble.quantize_(model, row, "distill", calibration=batches(), config=config)
+    amax = weight_amax(linears(twin))
+    for name, linear in linears(twin).items():
+        expected = rtn.apply(Layer(name, linear.weight, row, amax[name]), rtn.Config())
+        found = model.get_submodule(name).weight
+        assert all(torch.equal(found.parts[key], value) for key, value in expected.parts.items())
+        assert not torch.equal(linear.weight, Model(dtype).get_submodule(name).weight)
+    with torch.no_grad():
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, QuantLinear):
+                plain = nn.Linear(layer.in_features, layer.out_features).to(dtype)
+                plain.weight, plain.bias = nn.Parameter(layer.weight.dequantize(dtype)), layer.bias
+                model.set_submodule(name, plain)
+        assert torch.equal(model(batches()[0]), simulated)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("MXFP4A16", 0), ("W3A16", 0), ("W3A16", 16), ("NVFP4", 0)])
+def test_training_brings_the_model_nearer_to_the_original(name: str, rank: int) -> None:
+    original = Model()
+    before = {n: p.clone() for n, p in original.named_parameters()}
+    nearest = kl(nybble.quantize_(Model(), name), original)
+    twin = copy.deepcopy(original, {id(p): p for p in original.parameters()})
+    config = distill.Config(steps=120, lr=2e-3 if rank else 3e-4, rank=rank, warmup=5)
+    nybble.quantize_(twin, name, "distill", calibration=batches(16), config=config)
+    assert kl(twin, original) < 0.75 * nearest
+    assert all(torch.equal(p, before[n]) for n, p in original.named_parameters()), "shared parameters were written to"
+    assert all(p.grad is None for p in original.parameters())
+
+
+def test_weights_only_leaves_inputs_alone_while_training() -> None:
+    seen = []
+    for only in (True, False):
+        model = Model()
+        config = distill.Config(steps=2, lr=1e-4, weights_only=only, warmup=0)
+        seen.append(distill.fit(model, linears(model), scheme("W4A4"), batches(), config)[0])
+    assert seen[0] < seen[1], "rounding inputs as well costs more"
+
+
+def test_refusals() -> None:
+    with pytest.raises(BadInput, match="steps 0"):
+        nybble.quantize_(Model(), "NVFP4A16", "distill", calibration=batches(), config=distill.Config(steps=0))
+    with pytest.raises(BadInput, match="give calibration"):
+        nybble.quantize_(Model(), "NVFP4A16", "distill")
+    with pytest.raises(BadInput, match="tuple"):
+        distill.fit(Pair(), {"linear": nn.Linear(4, 4)}, scheme("NVFP4A16"), [torch.ones(1, 4)], distill.Config())
+    broken = Model()
+    broken.lm_head.weight.data[0, 0] = torch.inf
+    with pytest.raises(BadInput, match="the loss is nan at step 1"):
+        nybble.quantize_(broken, "NVFP4A16", "distill", calibration=batches())
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
