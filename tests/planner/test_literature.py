@@ -64,8 +64,11 @@ def test_apex4_how_much_better_the_rtx_3090_fares_than_the_a100() -> None:
     assert w4a4("rtx3090", GROUPS)[0] / w4a4("a100", GROUPS)[0] == pytest.approx(5.0, rel=0.2)
 
 
-@pytest.mark.xfail(strict=True, reason="rows give 1.3x: three instructions a group (counted in SASS), conversions at a "
-                   "quarter of the rate; the published kernel spends about three times as many")  # fmt: skip
+@pytest.mark.xfail(
+    strict=True,
+    reason="rows give 1.3x: three instructions a group (counted in SASS), conversions at a quarter of the rate; the "
+    "published kernel spends about three times as many",
+)
 def test_apex4_w4a4_in_groups_loses_to_fp16_on_the_a100() -> None:
     assert w4a4("a100", GROUPS)[0] < 1  # published: 0.43-0.47x
 
@@ -77,8 +80,11 @@ def test_fused_int8_wins_on_the_rtx_3090(layer: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "published"), [("a100", 1 / 1.38), ("b200", 1 / 3.49)])
-@pytest.mark.xfail(strict=True, reason="rows give 1.8x, int8 running at twice bf16's rate; that the published "
-                   "Triton kernel loses is its own: on sm_100 it compiles to mma.sync, whose rate is in no datasheet")  # fmt: skip
+@pytest.mark.xfail(
+    strict=True,
+    reason="rows give 1.8x, int8 running at twice bf16's rate; that the published Triton kernel loses is its own: on "
+    "sm_100 it compiles to mma.sync, whose rate is in no datasheet",
+)
 def test_fused_int8_loses_on_data_centre_gpus(machine: str, published: float) -> None:
     assert all(speed(machine, "W8A8", 4096, *shape) < 1 for shape in DIFFUSION.values()), published
 
