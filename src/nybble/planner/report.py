@@ -111,14 +111,14 @@ def picture(path: Path, model: Model, machine: Machine, names: Sequence[str]) ->
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    native = {n for n in found if all(of_linear(1, x.n, x.k, n, machine).native for x in model.linears)}
     for i, (name, line) in enumerate(found.items()):
         style: dict[str, Any] = {"color": "black", "lw": 2.5} if name == ORIGINAL else {"color": f"C{(i - 1) % 10}"}
-        native = all(of_linear(1, x.n, x.k, name, machine).native for x in model.linears)
-        style["ls"] = ":" if not native else "-" if i <= 10 else "--"
-        axes.plot(*zip(*line, strict=True), label=name if native else f"{name} (emulated)", **style)
-    for before, after, m, seconds in crossovers(found):
+        style["ls"] = ":" if name not in native else "-" if i <= 10 else "--"
+        axes.plot(*zip(*line, strict=True), label=name if name in native else f"{name} (emulated)", **style)
+    for before, after, m, seconds in crossovers({name: line for name, line in found.items() if name in native}):
         axes.plot(m, seconds, "o", color="black", ms=7, mfc="white", zorder=5)
-        axes.annotate(f"M = {m}: {after}\ninstead of {before}", (m, seconds), xytext=(24, 6), fontsize=8,
+        axes.annotate(f"from M ≈ {m}: {after}\ninstead of {before}", (m, seconds), xytext=(24, 6), fontsize=8,
                       textcoords="offset points", arrowprops={"arrowstyle": "-", "lw": 0.6}, zorder=6,
                       bbox={"boxstyle": "round", "fc": "white", "ec": "0.8"})  # fmt: skip
     axes.set_xscale("log", base=2)
