@@ -168,23 +168,28 @@ def _stop_after(layers: int):  # type: ignore[no-untyped-def]
     return progress
 
 
-def test_a_run_that_was_stopped_goes_on_and_gives_the_same(tmp_path: Path) -> None:
-    whole = nybble.quantize_(Model(), "NVFP4A16", "schur", calibration=calibration())
+def test_a_run_that_was_stopped_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = nybble.quantize_(Model(), "NVFP4", "schur", calibration=calibration())
     with pytest.raises(_Stopped):
         nybble.quantize_(
-            Model(), "NVFP4A16", "schur", calibration=calibration(), work_dir=tmp_path, progress=_stop_after(4)
+            Model(), "NVFP4", "schur", calibration=calibration(), work_dir=tmp_path, progress=_stop_after(4)
         )
     assert list(json.loads((tmp_path / "manifest.json").read_text())["stages"]) == ["blocks.0"]
     seen: list[tuple[int, int, str]] = []
+    gathered = []
+    monkeypatch.setattr(Inputs, "add", lambda self, x, add=Inputs.add: gathered.append(x) or add(self, x))
     model = nybble.quantize_(
-        Model(), "NVFP4A16", "schur", calibration=calibration(), work_dir=tmp_path, progress=lambda *a: seen.append(a)
+        Model(), "NVFP4", "schur", calibration=calibration(), work_dir=tmp_path, progress=lambda *a: seen.append(a)
     )
+    assert len(gathered) == 4 * (2 * 2 + 1), "a finished block's inputs are not gathered again"
     assert seen[0] == (3, 11, "blocks.0")
     assert [s[0] for s in seen] == list(range(3, 12))
     for name, layer in whole.named_modules():
         if isinstance(layer, QuantLinear):
             other = model.get_submodule(name)
             assert all(torch.equal(p, other.weight.parts[n]) for n, p in layer.weight.parts.items())
+            assert name == "spare" or torch.equal(other.activation_amax, layer.activation_amax)
+    assert record(model).unreached == record(whole).unreached == ("spare",)
 
 
 def test_another_run_or_a_damaged_file_is_refused(tmp_path: Path) -> None:

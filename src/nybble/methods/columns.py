@@ -116,9 +116,9 @@ def target(layer: Layer, rule: str | None = None) -> Target:
 
 def groups(order: Tensor, width: int) -> Iterator[tuple[int, int, int]]:
     """(index of the group, start, stop) of its columns in the order they are worked on."""
-    start, k = 0, len(order)
+    start, k, columns = 0, len(order), order.tolist()
     while start < k:
-        index = int(order[start]) // width
+        index = columns[start] // width
         stop = start + min(width, k - index * width)
         yield index, start, stop
         start = stop

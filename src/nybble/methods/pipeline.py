@@ -25,7 +25,7 @@ from nybble.methods.compose import Plan
 from nybble.methods.layer import Inputs, Layer
 from nybble.methods.select import fused_groups
 from nybble.methods.stages import Stage, Whole
-from nybble.methods.work import Work
+from nybble.methods.work import Finished, Work
 from nybble.ops import QuantLinear
 from nybble.quantize import QuantTensor
 from nybble.quantize.schemes import Scheme
@@ -63,17 +63,16 @@ class Run:
         """Quantize every linear of the stages, in their order."""
         total = sum(len(stage.linears) for stage in stages)
         for stage in stages:
-            inputs = self._inputs(stage)
-            known = self.work.load(stage.name) if self.work else None
-            if known is None:
-                weights = self._solve(stage, inputs, total)
+            finished = self.work.load(stage.name) if self.work else None
+            if finished is None:
+                finished = self._solve(stage, self._inputs(stage), total)
                 if self.work:
-                    self.work.save(stage.name, weights, _others(stage))
+                    self.work.save(stage.name, finished)
             else:
-                weights = known[0]
-                _restore(stage, known[1])
+                _restore(stage, finished.others)
                 self._tell(total, len(stage.linears), stage.name)
-            self._install(stage, weights, inputs)
+            self.unreached += finished.unreached
+            self._install(stage, finished)
             if self.driver is not None:
                 self.driver.advance(stage)
         self._warn()
@@ -82,14 +81,13 @@ class Run:
         if self.driver is None:
             return {}
         seen = collect(stage.linears, self.driver.run(stage), stage.module)
-        self.unreached += [name for name in stage.linears if name not in seen]
         for name, inputs in seen.items():
             tokens, k = inputs.tokens, len(inputs.amax)
             if tokens < k and (self.starved is None or tokens * self.starved[1] < self.starved[0] * k):
                 self.starved = (tokens, k, name)
         return seen
 
-    def _solve(self, stage: Stage, inputs: dict[str, Inputs], total: int) -> dict[str, QuantTensor]:
+    def _solve(self, stage: Stage, inputs: dict[str, Inputs], total: int) -> Finished:
         """Fold, then round each linear of a stage."""
         for part in self.plan.changes:
             if hasattr(part.module, "fold") and self.driver is not None:
@@ -101,7 +99,9 @@ class Run:
             layer = Layer(name, linear.weight, self.scheme, amax[name], inputs.get(name))
             weights[name] = self._round(layer)
             self._tell(total, 1, name)
-        return weights
+        reached = {name: seen.amax.amax() for name, seen in inputs.items()}
+        unreached = [] if self.driver is None else [name for name in stage.linears if name not in inputs]
+        return Finished(weights, _others(stage), reached, unreached)
 
     def _round(self, layer: Layer) -> QuantTensor:
         known = self._shared.get(id(layer.weight))
@@ -117,12 +117,13 @@ class Run:
         self._shared[id(layer.weight)] = (layer.weight, rounded)
         return rounded
 
-    def _install(self, stage: Stage, weights: Mapping[str, QuantTensor], inputs: Mapping[str, Inputs]) -> None:
+    def _install(self, stage: Stage, finished: Finished) -> None:
         for name, linear in stage.linears.items():
-            amax = self.input_amax.get(name)
-            if amax is None and self.scheme.static_input_scale and name in inputs:
-                amax = inputs[name].amax.amax()
-            layer = QuantLinear(weights[name].to(linear.weight.device), linear.bias, self.scheme.activation, amax)
+            amax, device = None, linear.weight.device
+            if self.scheme.static_input_scale:
+                amax = self.input_amax.get(name, finished.input_amax.get(name))
+                amax = None if amax is None else amax.to(device)
+            layer = QuantLinear(finished.weights[name].to(device), linear.bias, self.scheme.activation, amax)
             take_over(linear, layer)
             replace(self.model, linear, layer.prepare(linear.weight.dtype))
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,23 @@ from nybble.quantize import QuantTensor, layouts
 
 _MANIFEST = "manifest.json"
 _DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is known of a stage once it is done.
+
+    Attributes:
+        weights: quantized, by the linear's name.
+        others: the block's other parameters, by their names in the block: folding may have changed them.
+        input_amax: float32 [], the largest magnitude that reached each linear.
+        unreached: the linears that no input reached.
+    """
+
+    weights: dict[str, QuantTensor]
+    others: dict[str, Tensor]
+    input_amax: dict[str, Tensor]
+    unreached: list[str]
 
 
 class Work:
@@ -56,8 +74,8 @@ class Work:
             raise DamagedFile(f"{self.path / _MANIFEST}: {error}") from error
         return manifest
 
-    def load(self, stage: str) -> tuple[dict[str, QuantTensor], dict[str, Tensor]] | None:
-        """(quantized weights, other parameters) of a finished stage; None where it is not finished.
+    def load(self, stage: str) -> Finished | None:
+        """A finished stage, on the CPU; None where it is not finished.
 
         Raises:
             DamagedFile: the file is missing or not what was written.
@@ -69,12 +87,13 @@ class Work:
         if not path.exists() or _sha256(path) != entry["sha256"]:
             raise DamagedFile(f"{path}: missing or changed since it was written; remove {self.path} to start anew")
         stored = torch.load(path, weights_only=True, map_location="cpu")
-        return {name: _unpacked(parts) for name, parts in stored["weights"].items()}, stored["others"]
+        weights = {name: _unpacked(parts) for name, parts in stored.pop("weights").items()}
+        return Finished(weights, **stored)
 
-    def save(self, stage: str, weights: Mapping[str, QuantTensor], others: Mapping[str, Tensor]) -> None:
+    def save(self, stage: str, finished: Finished) -> None:
         """Write a finished stage."""
         name = f"{len(self._manifest['stages']):05d}.pt"
-        stored = {"weights": {n: _packed(w) for n, w in weights.items()}, "others": dict(others)}
+        stored = {**vars(finished), "weights": {n: _packed(w) for n, w in finished.weights.items()}}
         fresh = self.path / f"{name}.new"
         torch.save(stored, fresh)
         entry = {"file": name, "sha256": _sha256(fresh)}
