@@ -1,14 +1,15 @@
 """Methods that change a model before it is rounded: its outputs stay, and rounding hurts less."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nybble
-from nybble.errors import BadInput, Unsupported
+from nybble.errors import BadInput, NybbleError, Unsupported
 from nybble.methods import Settings, awq, hadamard, record, smoothquant
 from nybble.methods.calibrate import collect
 from nybble.methods.fold import Edge, edges, fold_edges
@@ -207,3 +208,21 @@ def test_settings_out_of_range_are_refused() -> None:
         nybble.quantize_(llama(), "W8A8", "smoothquant", calibration=calibration(), config=smoothquant.Config(1.5))
     with pytest.raises(BadInput, match="points"):
         nybble.quantize_(llama(), "W4A16", "awq", calibration=calibration(), config=awq.Config(points=1))
+
+
+@pytest.mark.parametrize("method", ["smoothquant+gptq", "awq", "hadamard+gptq"])
+def test_what_is_folded_is_saved_and_loaded(method: str, tmp_path: Path) -> None:
+    """Folded changes live in ordinary weights, so that a checkpoint needs no word for them."""
+    settings = Settings(parts={"hadamard": hadamard.Config(fold=True, online=False)})
+    model = nybble.quantize_(llama(), "W4A16_G32", method, calibration=calibration(), config=settings)
+    nybble.save(model, tmp_path / "out")
+    again = nybble.load(tmp_path / "out")
+    assert torch.equal(logits(again), logits(model))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert distance(logits(plain), logits(model)) < 2.0**-16
+
+
+def test_what_turns_inputs_as_they_come_is_not_saved_in_silence(tmp_path: Path) -> None:
+    model = nybble.quantize_(llama(), "W4A16_G32", "hadamard")
+    with pytest.raises(NybbleError):
+        nybble.save(model, tmp_path / "out")
