@@ -20,33 +20,21 @@ from torch import Tensor, nn
 
 from nybble.methods import quantize_
 from nybble.models import load, save
-from nybble.ops import QuantLinear
 from nybble.quantize.schemes import SCHEMES
+from tiny_models import linears, logits, quantized, tiny
 
 pytestmark = pytest.mark.skipif(
     find_spec("compressed_tensors") is None, reason="transformers reads these checkpoints with compressed-tensors only"
 )
 
-IDS = torch.arange(24).reshape(2, 12) * 7 % 96
 PRESETS = [name for name, row in SCHEMES.items() if row.preset]
 BEYOND = ["FP8A16", "W4A16_G64", "W4A16_G32", "W4A16_G32_ASYM", "W3A16", "W2A16", "MXFP6A16", "NVFP4A16_4OVER6"]
 BF16_STEP = 2.0**-7  # of the largest logit
 INPUTS = 0.03  # relative for a layer with quantized inputs, nats (root mean square) for a model
 
 
-def tiny(**more: Any) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=96, max_position_embeddings=64, **more)  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def saved(scheme: str, folder: Path, **more: Any) -> Path:
-    model = tiny(**more)
-    quantize_(model, scheme, calibration=[IDS] if SCHEMES[scheme].static_input_scale else None)
-    return save(model, folder / "out")
+    return save(quantized(scheme, **more), folder / "out")
 
 
 def read_by_transformers(folder: Path, scheme: str) -> Any:
@@ -64,15 +52,6 @@ def read_by_transformers(folder: Path, scheme: str) -> Any:
     assert not any(seen[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     logits(model)  # weights are decompressed by the first call
     return model
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits.double()
-
-
-def linears(model: nn.Module) -> dict[str, QuantLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
