@@ -50,6 +50,9 @@ def test_the_example_is_a_machine(tmp_path: Path) -> None:
         (machines.EXAMPLE.replace("float =", "flaot ="), "scalar_tera.float"),
         (machines.EXAMPLE.replace("bf16 = 71", "bf17 = 71"), "unknown unit 'bf17'"),
         (machines.EXAMPLE.replace("936", "-936"), "bandwidth"),
+        (machines.EXAMPLE.replace("936", "inf"), "bandwidth"),
+        (machines.EXAMPLE.replace("936", "'fast'"), "a machine looks like this"),
+        (machines.EXAMPLE.replace("bf16 = 71", "bf16 = [71]"), "a machine looks like this"),
         ("name = ", "cannot be read"),
     ],
 )

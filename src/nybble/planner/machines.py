@@ -8,6 +8,7 @@ where the compiler emits I2F (sm_80) and at 64 where it emits I2FP (sm_86 and la
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -56,8 +57,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "bandwidth": self.bandwidth, **self.units, **self.scalars}
-        wrong = [f"{name} = {value!r}" for name, value in rates.items() if not value > 0]
-        wrong += [f"launch = {self.launch!r}"] if not self.launch >= 0 else []
+        wrong = [f"{name} = {value!r}" for name, value in rates.items() if not 0 < value < math.inf]
+        wrong += [f"launch = {self.launch!r}"] if not 0 <= self.launch < math.inf else []
         unknown = [u for u in self.units if u not in UNITS] + [s for s in self.scalars if s not in SCALARS]
         if wrong or unknown:
             raise BadInput(f"machine {self.name!r}: {', '.join([*wrong, *(f'unknown unit {u!r}' for u in unknown)])}")
@@ -226,18 +227,31 @@ def from_toml(path: Path) -> Machine:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: cannot be read: {error}; a machine looks like this:\n{EXAMPLE}") from error
+    try:
+        return _from_facts(found, str(path))
+    except KeyError as error:
+        raise BadInput(f"{path}: lacks {error.args[0]}; a machine looks like this:\n{EXAMPLE}") from error
+    except (TypeError, AttributeError) as error:
+        raise BadInput(f"{path}: {error}; a machine looks like this:\n{EXAMPLE}") from error
+
+
+def _from_facts(found: Mapping[str, Any], source: str) -> Machine:
+    """A machine from a file's contents; KeyError for what it lacks, TypeError for what is no number."""
     missing = [key for key in ("name", "memory_gb", "bandwidth_gbs", "tflops", "scalar_tera") if key not in found]
     if missing or "float" not in found["scalar_tera"]:
-        raise BadInput(
-            f"{path}: lacks {', '.join(missing or ['scalar_tera.float'])}; a machine looks like this:\n{EXAMPLE}"
-        )
-    scalar = {kind: found["scalar_tera"].get(kind, found["scalar_tera"]["float"]) * T for kind in SCALARS[:-1]}
-    scalar |= {kind: rate * T for kind, rate in found["scalar_tera"].items()}
+        raise KeyError(", ".join(missing or ["scalar_tera.float"]))
+    given = {kind: rate * T for kind, rate in found["scalar_tera"].items()}
     return Machine(
-        str(found["name"]), str(found.get("title", found["name"])), found["memory_gb"] * G, found["bandwidth_gbs"] * G,
-        {unit: rate * T for unit, rate in found["tflops"].items()}, scalar,
-        found.get("launch_us", _LAUNCH * 1e6) * 1e-6, str(found.get("source", path)), shared=bool(found.get("shared")),
-    )  # fmt: skip
+        name=str(found["name"]),
+        title=str(found.get("title", found["name"])),
+        memory=found["memory_gb"] * G,
+        bandwidth=found["bandwidth_gbs"] * G,
+        units={unit: rate * T for unit, rate in found["tflops"].items()},
+        scalars={**dict.fromkeys(_VECTOR, given["float"]), **given},
+        launch=found.get("launch_us", _LAUNCH * 1e6) * 1e-6,
+        source=str(found.get("source", source)),
+        shared=bool(found.get("shared")),
+    )
 
 
 def with_measured(row: Machine, ceilings: Mapping[str, float], date: str) -> Machine:

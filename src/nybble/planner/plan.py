@@ -148,7 +148,7 @@ def make(
     """
     if not tokens or min(*tokens, context, 1 if budget is None else budget) <= 0:
         raise BadInput(f"tokens {list(tokens)}, context {context}, budget {budget}: all have to be positive")
-    names = [ORIGINAL, *(scheme(name).name for name in schemes)]
+    names = list(dict.fromkeys([ORIGINAL, *(scheme(name).name for name in schemes if name != ORIGINAL)]))
     limit = machine.memory if budget is None else budget
     size = {name: weight_bytes(model, name) for name in names}
     cache = model.cache_bytes(context)
@@ -285,15 +285,19 @@ def _gain(chosen: dict[Linear, str], total: float, uniform: dict[str, float], on
 
 
 def _fits_nowhere(model: Model, size: dict[str, int], cache: int, limit: float, machine: Machine) -> Unsupported:
-    """Nothing fits; which scheme comes nearest, and which machines would hold it or the original."""
+    """Nothing fits; which scheme comes nearest, and the smallest machines that would hold it."""
     name = min(size, key=lambda n: size[n])
     need = size[name] + cache
-    roomy = {row.name: f"{row.memory / 2**30:.0f} GiB" for row in TABLE.values() if row.memory >= need}
-    largest = max(row.memory for row in TABLE.values())
-    holds = f"no machine of the table holds it; {math.ceil(need / largest)} of the largest would"
-    if roomy:
-        holds = f"would hold it: {', '.join(f'{n} ({g})' for n, g in roomy.items())}"
+    by_memory = sorted(TABLE.values(), key=lambda row: row.memory)
+    roomy = [f"{row.name} ({_gib(row.memory)})" for row in by_memory if row.memory >= need][:6]
+    holds = f"would hold it: {', '.join(roomy)}" if roomy else (
+        f"no machine of the table holds it; {math.ceil(need / by_memory[-1].memory)} of the largest would"
+    )  # fmt: skip
     return Unsupported(
-        f"{model.name} fits no way into {limit / 2**30:.1f} GiB on {machine.name}: the smallest, {name}, takes "
-        f"{size[name] / 2**30:.1f} GiB and its cache {cache / 2**30:.1f} GiB; {holds}"
+        f"{model.name} fits no way into {_gib(limit)} on {machine.name}: the smallest, {name}, takes "
+        f"{_gib(size[name])} and its cache {_gib(cache)}; {holds}"
     )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
