@@ -137,15 +137,21 @@ def weight_bytes(weight: BlockFormat, n: int, k: int) -> float:
 def decode_in_pairs(weight: BlockFormat) -> dict[str, float]:
     """Instructions for each weight where one serves two 16-bit values.
 
-    One LOP3 takes two codes out of a word and puts a float's exponent over them; a packed subtraction (or FMA with
-    the zero point) takes it off again; a code that stands high in its word costs a shift for two of four pairs; a
-    packed multiplication applies a scale that changes along K. A table costs a look-up a value instead.
+    A narrow integer: one LOP3 takes two codes out of a word and puts an exponent over them, three pairs of four are
+    shifted down first, a packed subtraction takes the exponent's value off (counted in SASS for sm_80 and sm_90). An
+    8-bit integer has more bits than bf16's mantissa and goes by way of float32: a PRMT and a subtraction each, one
+    PRMT to join two. A float's bits are moved to their places under one multiplication by a power of two; a table
+    costs a look-up each. A scale that changes along K costs one more packed multiplication.
     """
-    narrow, grouped = weight.element.bits < 8, weight.block[1] is not None
-    found = {"logic": 0.5, "float": 0.5 + 0.5 * grouped, **({"shift": 0.25} if narrow else {})}
-    if not isinstance(weight.element, IntFormat | FloatFormat):
-        found["logic"] = 1.0
-    return found
+    element, scaled = weight.element, 0.5 if weight.block[1] is not None else 0.0
+    if isinstance(element, IntFormat):
+        wide = element.bits == 8
+        found = {"logic": 1.5, "float": 1.0 + scaled} if wide else {"logic": 0.5, "shift": 0.375, "float": 0.5 + scaled}
+    elif isinstance(element, FloatFormat):
+        found = {"logic": 1.0, "shift": 0.5, "float": 0.5 + scaled}
+    else:
+        found = {"logic": 1.0, "shift": 0.375, "float": scaled}
+    return {kind: count for kind, count in found.items() if count}
 
 
 def decode_singly(element: ElementFormat) -> dict[str, float]:
