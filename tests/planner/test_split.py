@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
-import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
+import house
 from nybble.planner import split
 
 
@@ -117,27 +117,20 @@ def test_probe_then_lock_and_again_on_drift() -> None:
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="timings of two workers need both cores")
-def test_two_workers_on_this_cpu(worker: split.Worker, rng: torch.Generator) -> None:
+def test_two_workers_on_this_cpu(worker: split.Worker) -> None:
     """The chosen share is within 3 % of an exhaustive search and never below 0.98x of no split, in turns."""
     if (os.cpu_count() or 1) < 2 or os.getloadavg()[0] > 1.5:
         pytest.skip(f"two idle cores are needed; the load is {os.getloadavg()[0]:.1f}")
-    x, w = torch.randn(256, 1024, generator=rng), torch.randn(1024, 1024, generator=rng)
+    spec = importlib.util.spec_from_file_location("bench_split", house.ROOT / "benchmarks" / "split.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-
-    def seconds(share: float) -> float:
-        start = time.perf_counter()
-        split.split_linear(x, w, share, worker, (linear, linear))
-        return time.perf_counter() - start
-
     try:
-        for _ in range(3):
-            seconds(0.5)
-        chosen = split.choose(seconds)
-        shares = sorted({0.0, *(i / 20 for i in range(1, 13)), chosen.share})
-        rounds = [{share: seconds(share) for share in shares} for _ in range(20)]
+        found = bench.trial(bench.clock(256, 1024, 1024, worker))
     finally:
         torch.set_num_threads(threads)
-    median = {share: statistics.median(times[share] for times in rounds) for share in shares}
-    assert median[chosen.share] <= 1.03 * min(median.values())
-    assert statistics.median(times[0.0] / times[chosen.share] for times in rounds) >= 0.98
+    assert found["over_best"] <= bench.WITHIN
+    assert found["gain"] >= bench.NEVER_BELOW
