@@ -93,6 +93,15 @@ def test_rounding_activations_takes_time() -> None:
     assert plan.of_linear(1, 4096, 4096, "W8A8", row).seconds > plan.of_linear(1, 4096, 4096, "W8A16", row).seconds
 
 
+def test_expectations_for_linears_counted_elsewhere() -> None:
+    row = machines.get("h200")
+    sizes = [(x.n, x.k) for x in llama().linears for _ in range(x.count)]
+    whole = {r.scheme: r.speedup for r in plan.make(llama(), row, [1], ["W4A16", "W8A16"]).rows}
+    assert plan.speedups(sizes, row, ["w4a16", "W8A16"]) == {
+        name: pytest.approx(whole[name]) for name in ("W4A16", "W8A16")
+    }
+
+
 def test_layers_are_mixed_where_that_wins() -> None:
     found = plan.make(llama(), machines.get("rtx3090"), [1, 2048], ["W4A16", "W4A4"])
     assert set(found.layers.values()) == {"W4A16", "W4A4"}

@@ -8,7 +8,8 @@ quality is not predicted here; `nybble survey` measures it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -159,6 +160,25 @@ def make(
     verdicts = tuple(v for phase in ("decode", "prefill") if (v := _verdict(phase, rows, able)) is not None)
     layers, sentence = _mixed(model, machine, sorted(set(tokens)), names, limit - cache - 2 * model.kept)
     return Plan(model.name, machine.as_dict(), rows, size, cache, int(limit), verdicts, layers, sentence)
+
+
+def speedups(
+    sizes: Iterable[tuple[int, int]], machine: Machine, schemes: Iterable[str], m: int = 1
+) -> dict[str, float]:
+    """What to expect of linears that were counted elsewhere (survey shows it beside what it measures).
+
+    Args:
+        sizes: [N, K] of each linear that a scheme quantizes, repeated as often as it occurs.
+        machine: where.
+        schemes: which; those that the machine refuses are left out.
+        m: tokens at once.
+
+    Returns:
+        scheme -> the original's time over its own, linears only.
+    """
+    linears = tuple(Linear(f"{n}x{k}", n, k, count) for (n, k), count in Counter(sizes).items())
+    rows = _rows(Model("linears", linears), machine, m, [scheme(name).name for name in schemes])
+    return {row.scheme: row.speedup for row in rows if row.speedup is not None}
 
 
 def weight_bytes(model: Model, name: str) -> int:
