@@ -225,9 +225,11 @@ def test_machines_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_crossovers_and_the_picture(tmp_path: Path) -> None:
     row = machines.get("h200")
-    found = report.crossovers(report.curves(SHAPE, row, ["bf16", "W4A16", "FP8_DYNAMIC"]))
-    assert [(before, after) for before, after, *_ in found] == [("W4A16", "FP8_DYNAMIC")]
-    assert 16 < found[0][2] < 512
+    names, seconds = ["bf16", "W4A16", "FP8_DYNAMIC"], report.seconds_of(SHAPE, row)
+    ((before, after, m, at),) = report.crossovers(report.curves(names, seconds), seconds)
+    assert (before, after) == ("W4A16", "FP8_DYNAMIC")
+    assert seconds(after, m) == at < 0.99 * seconds(before, m)
+    assert seconds(after, m - 1) >= 0.99 * seconds(before, m - 1)
     report.picture(tmp_path / "p.png", SHAPE, row, ["bf16", "W4A16", "FP8_DYNAMIC"])
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(NybbleError, match="no picture"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,31 +70,40 @@ def closing(plan: Plan) -> list[str]:
     return [used, *(verdict.sentence for verdict in plan.verdicts), *mixed, rates]
 
 
-def curves(model: Model, machine: Machine, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """(M, seconds over all linears) of each scheme that the machine can run; `names` holds the original."""
+Seconds = Callable[[str, int], float]
+
+
+def seconds_of(model: Model, machine: Machine) -> Seconds:
+    """What predicts a scheme's time over all linears at a number of tokens."""
+    return lambda name, m: sum(x.count * of_linear(m, x.n, x.k, name, machine).seconds for x in model.linears)
+
+
+def curves(names: Sequence[str], seconds: Seconds) -> dict[str, list[tuple[int, float]]]:
+    """(M, seconds) of each scheme that the machine can run."""
     found: dict[str, list[tuple[int, float]]] = {}
     for name in names:
         try:
-            found[name] = [
-                (m, sum(x.count * of_linear(m, x.n, x.k, name, machine).seconds for x in model.linears))
-                for m in sorted(set(_SAMPLES))
-            ]
+            found[name] = [(m, seconds(name, m)) for m in sorted(set(_SAMPLES))]
         except Unsupported:
             continue
     return found
 
 
-def crossovers(found: dict[str, list[tuple[int, float]]]) -> list[tuple[str, str, int, float]]:
-    """(faster before, faster from here on, M, seconds) wherever the fastest scheme changes by more than a hair."""
+def crossovers(found: Mapping[str, list[tuple[int, float]]], seconds: Seconds) -> list[tuple[str, str, int, float]]:
+    """(fastest before, fastest from here on, M, seconds) wherever the fastest scheme changes by more than 1 %."""
     changes: list[tuple[str, str, int, float]] = []
-    best: str | None = None
-    for i, (m, _) in enumerate(next(iter(found.values()))):
-        times = {name: line[i][1] for name, line in found.items()}
-        top = min(times, key=lambda n: times[n])
-        if best is not None and times[top] < 0.99 * times[best]:
-            changes.append((best, top, m, times[top]))
-            best = top
+    best, before = "", 0
+    for i, (m, _) in enumerate(next(iter(found.values()), [])):
+        top = min(found, key=lambda name: found[name][i][1])
         best = best or top
+        if found[top][i][1] < 0.99 * found[best][i][1]:
+            low, high = before, m  # the change lies between
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if seconds(top, middle) < 0.99 * seconds(best, middle) else (middle, high)
+            changes.append((best, top, high, seconds(top, high)))
+            best = top
+        before = m
     return changes
 
 
@@ -107,7 +116,8 @@ def picture(path: Path, model: Model, machine: Machine, names: Sequence[str]) ->
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = curves(model, machine, names)
+    seconds = seconds_of(model, machine)
+    found = curves(names, seconds)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -116,9 +126,9 @@ def picture(path: Path, model: Model, machine: Machine, names: Sequence[str]) ->
         style: dict[str, Any] = {"color": "black", "lw": 2.5} if name == ORIGINAL else {"color": f"C{(i - 1) % 10}"}
         style["ls"] = ":" if name not in native else "-" if i <= 10 else "--"
         axes.plot(*zip(*line, strict=True), label=name if name in native else f"{name} (emulated)", **style)
-    for before, after, m, seconds in crossovers({name: line for name, line in found.items() if name in native}):
-        axes.plot(m, seconds, "o", color="black", ms=7, mfc="white", zorder=5)
-        axes.annotate(f"from M ≈ {m}: {after}\ninstead of {before}", (m, seconds), xytext=(24, 6), fontsize=8,
+    for before, after, m, at in crossovers({name: line for name, line in found.items() if name in native}, seconds):
+        axes.plot(m, at, "o", color="black", ms=7, mfc="white", zorder=5)
+        axes.annotate(f"from M = {m}: {after}\ninstead of {before}", (m, at), xytext=(24, 6), fontsize=8,
                       textcoords="offset points", arrowprops={"arrowstyle": "-", "lw": 0.6}, zorder=6,
                       bbox={"boxstyle": "round", "fc": "white", "ec": "0.8"})  # fmt: skip
     axes.set_xscale("log", base=2)
