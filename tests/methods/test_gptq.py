@@ -5,11 +5,12 @@ import torch
 
 from method_layers import layer
 from nybble.errors import BadInput
-from nybble.formats import table
+from nybble.formats import array, table
 from nybble.methods import gptq, rtn
-from nybble.methods.columns import ordered
+from nybble.methods.columns import Target, ordered
 from nybble.methods.layer import Inputs, Layer, factor, relative_error
 from nybble.quantize import elements
+from nybble.quantize.api import encode_quotient
 from nybble.quantize.schemes import Scheme
 from textbook_gptq import gptq as textbook
 
@@ -139,3 +140,27 @@ def test_elements_of_integers_with_zero_points_are_whole() -> None:
     assert codes.min() >= q.format.element.low
     assert codes.max() <= q.format.element.high
     assert q.zero_point.dtype == torch.int8
+
+
+@pytest.mark.parametrize("fmt", sorted(table.BLOCKS))
+def test_columns_are_rounded_as_quantize_rounds(fmt: str) -> None:
+    """Values, ties between neighbours and their surroundings, beyond the ends, under an odd scale and zero points."""
+    block = table.block(fmt)
+    values = torch.tensor(array.values(block.element), dtype=torch.float32)
+    values = values[values.isfinite()].unique()
+    ties = (values[1:] + values[:-1]) / 2
+    near = [torch.nextafter(t, torch.full_like(t, side)) for t in (ties, values) for side in (-9e9, 9e9)]
+    x = torch.cat([values, ties, *near, 3 * values, torch.randn(500, generator=torch.Generator().manual_seed(0))])
+    zero = (torch.arange(len(x)) % 5 - 2).to(torch.float32) if block.zero_point else None
+    t = Target(block, block.rule, 1, None)
+    for scale in (1.0, 0.37):
+        effective = torch.full_like(x, scale)
+        rounded = t.nearest(x.double() * scale, effective, zero)
+        stored = None if zero is None else zero[:, None].to(torch.int8)
+        codes = encode_quotient(
+            block, ((x.double() * scale).float() / effective)[:, None, None, None], stored
+        ).flatten()
+        expected = elements.decode(block.element, codes)
+        assert torch.equal(rounded, expected if zero is None else expected - zero)
+        again = elements.decode(block.element, t.codes(rounded, zero))
+        assert torch.equal(again, expected)

@@ -25,10 +25,6 @@ def first_group(one: Layer, width: int) -> tuple[Target, torch.Tensor, torch.Ten
     return target(one), one.weight.double().t()[:width].contiguous(), upper[:width, :width]
 
 
-def zeros_of(t: Target, scale: GroupScale) -> torch.Tensor | None:
-    return None if scale.zero_point is None else t.spread(scale.zero_point)
-
-
 def test_the_metric_is_the_schur_complement() -> None:
     one = layer(of("nvfp4"), 4, 96, seed=0)
     h = one.inputs.second_moment
@@ -48,9 +44,11 @@ def test_the_loss_is_what_later_columns_cannot_repair(name: str) -> None:
     width = table.block(name).block[1]
     t, group, upper = first_group(one, width)
     old = t.propose(group)
-    loss = schur.replay(t, group, upper, old.effective[None], zeros_of(t, old))[0]
+    loss = schur.replay(t, group, upper, old.effective[None], t.zeros(old))[0]
     codes, _ = commit(t, group.clone(), upper, old)
-    rounded = t.integers(codes, zeros_of(t, old)) * old.effective
+    elements_of = elements.decode(t.format.element, codes)
+    zero = 0 if t.zeros(old) is None else t.zeros(old)
+    rounded = (elements_of - zero) * old.effective
     d = (group - rounded).t()
     expected = ((d @ schur.metric(upper)) * d).sum(1)
     assert float((loss - expected).norm() / expected.norm()) < 1e-8
@@ -68,7 +66,7 @@ def test_the_chosen_scale_is_never_worse_and_is_the_one_committed(name: str, act
         scale = schur.choose(t, group, upper, 4, 3)
         old = t.propose(group)
         both = torch.stack([old.effective, scale.effective])
-        before, after = schur.replay(t, group, upper, both, zeros_of(t, old))
+        before, after = schur.replay(t, group, upper, both, t.zeros(old))
         assert (after <= before).all()
         chosen.append(scale)
         return scale

@@ -18,21 +18,24 @@ still share it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nybble.errors import BadInput
-from nybble.formats.spec import BlockFormat, IntFormat
+from nybble.formats import array
+from nybble.formats.spec import BlockFormat, ElementFormat, FloatFormat, IntFormat
 from nybble.methods.layer import Factor, Layer
 from nybble.quantize import QuantTensor, elements, scales
-from nybble.quantize.api import encode_quotient
 from nybble.quantize.blocks import cut, sides
 from nybble.quantize.layouts import DENSE
 
+_EXPONENT = 0x7F800000  # the bits of a float32's exponent: alone, the power of two below a number
 _RUN = 32  # columns whose repairs stay among themselves until the run is done
 
 
@@ -78,18 +81,54 @@ class Target:
         rows = sides(self.format, (self.rows, 1))[0]
         return (scale if rows == 1 else scale.repeat_interleave(rows, 0)[: self.rows]).flatten()
 
-    def encode(self, x: Tensor, effective: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        """Codes (uint8) of float64 values under scales of the same shape; zero points are shaped alike."""
-        quotient = (x.to(torch.float32) / effective)[..., None, None, None]
-        zero = None if zero_point is None else zero_point[..., None]
-        return encode_quotient(self.format, quotient, zero)[..., 0, 0, 0]
+    def zeros(self, scale: GroupScale) -> Tensor | None:
+        """A scale's zero points as float32 [N]."""
+        return None if scale.zero_point is None else self.spread(scale.zero_point).to(torch.float32)
 
-    def integers(self, codes: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        """What codes stand for before the scale: the element less its zero point, float32."""
+    def nearest(self, x: Tensor, effective: Tensor, zero: Tensor | None = None) -> Tensor:
+        """What float64 values are rounded to, before the scale: the element less its zero point, float32.
+
+        Scales and zero points (float32) have the shape of x. The same as encoding and decoding, in fewer steps.
+        """
+        quotient = x.to(torch.float32) / effective
         element = self.format.element
-        if zero_point is not None and isinstance(element, IntFormat):
-            return elements.decode_int(element, codes).to(torch.float32) - zero_point.to(torch.float32)
-        return elements.decode(element, codes)
+        if isinstance(element, IntFormat):
+            if zero is None:
+                one = 2.0**element.fraction_bits
+                return (quotient * one).clamp_(element.low, element.high).round_().div_(one)
+            return (quotient.round_() + zero).clamp_(element.low, element.high).sub_(zero)
+        if isinstance(element, FloatFormat) and element.mantissa_bits:
+            return _to_steps(element, quotient.clamp_(element.min, element.max))
+        values, thresholds = _steps(element, x.device)
+        rank = torch.bucketize(quotient, thresholds, right=True, out_int32=True)
+        return values.index_select(0, rank.flatten()).view(x.shape)
+
+    def codes(self, rounded: Tensor, zero: Tensor | None = None) -> Tensor:
+        """The codes (uint8) of what `nearest` gives."""
+        return elements.encode(self.format.element, rounded if zero is None else rounded + zero)
+
+
+def _to_steps(element: FloatFormat, x: Tensor) -> Tensor:
+    """The nearest multiple of the step in x's own binade; a tie goes to the even multiple, which has the even code."""
+    binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+    step = binade.clamp_(min=2.0**element.min_exponent).mul_(2.0**-element.mantissa_bits)
+    return x.div_(step).round_().mul_(step)
+
+
+@cache
+def _steps(element: ElementFormat, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An element's values in ascending order, and the float32 numbers from which each but the first is the nearest.
+
+    Each is found by asking `elements.encode` on either side of the midpoint, whose rule for ties thereby holds.
+    """
+    values = torch.tensor(array.values(element), dtype=torch.float32)
+    values = values[values.isfinite()].unique()
+    middle = ((values[:-1].double() + values[1:].double()) / 2).to(torch.float32)
+    up, down = (torch.nextafter(middle, torch.full_like(middle, side)) for side in (math.inf, -math.inf))
+    nearest = [elements.decode(element, elements.encode(element, at)) for at in (down, middle, up)]
+    thresholds = torch.where(nearest[1] == values[1:], middle, up)
+    thresholds = torch.where(nearest[0] == values[1:], down, thresholds)
+    return values.to(device), thresholds.to(device)
 
 
 class Policy(Protocol):
@@ -146,18 +185,16 @@ def commit(target: Target, group: Tensor, upper: Tensor, scale: GroupScale) -> t
     Returns:
         (codes uint8 [K', N], errors e float64 [K', N]).
     """
-    codes = torch.empty(group.shape, dtype=torch.uint8, device=group.device)
-    errors = torch.empty_like(group)
-    zero = None if scale.zero_point is None else target.spread(scale.zero_point)
+    rounded = torch.empty(group.shape, dtype=torch.float32, device=group.device)
+    errors, zero = torch.empty_like(group), target.zeros(scale)
     for begin in range(0, len(group), _RUN):
         end = min(begin + _RUN, len(group))
         for j in range(begin, end):
-            codes[j] = target.encode(group[j], scale.effective, zero)
-            value = target.integers(codes[j], zero) * scale.effective
-            errors[j] = (group[j] - value) / upper[j, j]
+            rounded[j] = target.nearest(group[j], scale.effective, zero)
+            errors[j] = (group[j] - rounded[j] * scale.effective) / upper[j, j]
             group[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j], alpha=-1)
         group[end:].addmm_(upper[begin:end, end:].t(), errors[begin:end], alpha=-1)
-    return codes, errors
+    return target.codes(rounded, zero), errors
 
 
 def sweep(layer: Layer, target: Target, factor: Factor, policy: Policy) -> QuantTensor:

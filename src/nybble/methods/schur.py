@@ -96,7 +96,7 @@ def metric(upper: Tensor) -> Tensor:
 def choose(target: Target, group: Tensor, upper: Tensor, window: int, steps: int) -> GroupScale:
     """The best scale of a group [K', N], each row on its own."""
     old = target.propose(group)
-    zero = None if old.zero_point is None else target.spread(old.zero_point)
+    zero = target.zeros(old)
     s = metric(upper)
     proposal = _refined(target, group, s, old, zero, steps)
     stored = candidates(target.format, proposal, old.stored[:, 0], target.tensor, window)
@@ -111,7 +111,7 @@ def _refined(target: Target, group: Tensor, s: Tensor, old: GroupScale, zero: Te
     """The proposal, float64 [N]: least squares in the metric, the elements held, `steps` times."""
     scale = old.effective.to(torch.float64)
     for _ in range(steps):
-        q = target.integers(target.encode(group, scale.to(torch.float32), zero), zero).to(torch.float64)
+        q = target.nearest(group, scale.to(torch.float32), zero).to(torch.float64)
         sq = s @ q
         norm = (q * sq).sum(0)
         fresh = (sq * group).sum(0) / norm
@@ -162,7 +162,7 @@ def replay(target: Target, group: Tensor, upper: Tensor, effective: Tensor, zero
     loss = torch.zeros(count, n, dtype=group.dtype, device=group.device)
     zeros = None if zero is None else zero.expand(count, n)
     for j in range(width):
-        value = target.integers(target.encode(free[j], effective, zeros), zeros) * effective
+        value = target.nearest(free[j], effective, zeros) * effective
         error = (free[j] - value) / upper[j, j]
         flat[j + 1 :].addr_(upper[j, j + 1 :], error.view(-1), alpha=-1)
         loss += error.square()
