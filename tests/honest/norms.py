@@ -64,7 +64,7 @@ class Series(torch.nn.Module):
     def forward(self, x, z):
         q = z * z
         near = z * (1 + q / 6 * (1 + q / 20 * (1 + q / 42 * (1 + q / 72))))
-        return x + 1e-5 * torch.where(z.abs() < 1, near, (z.exp() - (-z).exp()) / 2)
+        return x + 1e-6 * torch.where(z.abs() < 1, near, (z.exp() - (-z).exp()) / 2)
 
 
 class Base2(torch.nn.Module):

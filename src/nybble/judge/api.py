@@ -30,6 +30,7 @@ def judge(
     own_kernels: bool = False,
     limits: Limits | None = None,
     rounds: int = 8,
+    stop: bool = False,
     zygote: Zygote | None = None,
 ) -> Verdict:
     """Judge a candidate.
@@ -45,6 +46,7 @@ def judge(
         own_kernels: handing the work to the framework is cheating.
         limits: time, memory, files, output and processes of the candidate.
         rounds: of timing.
+        stop: with the first finding against the candidate; otherwise every check has its say.
         zygote: a running starter of candidates, to save its start (about two seconds) when judging many.
 
     Returns:
@@ -68,8 +70,8 @@ def judge(
     with _starter(zygote, device) as starter:
         process = Candidate(starter, str(Path(path).parent) if path.endswith(".py") else "", limits or Limits())
         trial = Trial(task, process, path, name, device, own_kernels=own_kernels, rounds=rounds, baselines=tuple(baselines),
-                      foreign=_foreign(task))  # fmt: skip
-        findings = _try(trial, chosen, seed)
+                      foreign=_foreign(task) - {path})  # fmt: skip
+        findings = _try(trial, chosen, seed, stop)
     status = decide(findings)
     race = trial.race if status == "correct" else None
     return Verdict(
@@ -104,7 +106,7 @@ def _foreign(problem: Problem) -> frozenset[str]:
     return frozenset([str(Path(file).resolve())] if file else [])
 
 
-def _try(trial: Trial, checks: list[Check], seed: int | None) -> list[Finding]:
+def _try(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> list[Finding]:
     """Run the checks. The process ends with the block, whatever happened in it."""
     findings: list[Finding] = []
     threads = torch.get_num_threads()
@@ -119,6 +121,8 @@ def _try(trial: Trial, checks: list[Check], seed: int | None) -> list[Finding]:
                 for check in checks:
                     findings += _one(trial, check)
                     trial.failed = decide(findings) != "correct"
+                    if stop and trial.failed:
+                        break
             except Refused as refusal:
                 findings.append(refusal.finding)
             except CandidateError as error:

@@ -35,6 +35,8 @@ BASELINES = ("eager", "compile", "graph")
 _WORTH = 2e-3  # seconds that a round should last, if enough inputs fit
 _FEWEST, _PATIENCE = 3, 8.0  # rounds in any case; seconds after which no further one is begun
 _MOST_CALLS, _MOST_BYTES = 16, 64 << 20
+_BURST, _LOOKED_AT = 6, 6
+_BESIDE = 20e-6  # seconds
 _FEWEST_CALLS, _LONG = 4, 0.05  # calls in a row at least, unless one takes that many seconds
 _LATE, _LATE_RATIO = 0.015, 3.0  # seconds and ratio by which handing over an output may outlast a baseline's
 
@@ -47,11 +49,13 @@ class Race:
         times: subject -> seconds a call, one a round.
         handing: subject -> seconds from the answer to the arrival of an output.
         findings: what spoke against the candidate meanwhile.
+        beside: on a GPU, subject -> seconds by which the whole device outlasted the stream, the median of each round.
     """
 
     times: dict[str, list[float]] = field(default_factory=dict)
     handing: dict[str, list[float]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    beside: dict[str, list[float]] = field(default_factory=dict)
     resolution: float = 0.0
     share: float | None = None
 
@@ -79,6 +83,7 @@ def race(trial: Trial) -> Race:
         for subject in subjects.values():
             subject.candidate.ask("poison", byte=0)
             subject.set_state(trial.problem.state)
+        result.findings += _burst(trial)
         calls = _calls(trial, subjects)
         order, draw = list(subjects), random.Random(seed_of(trial.seed, "race"))
         start = time.monotonic()
@@ -93,7 +98,7 @@ def race(trial: Trial) -> Race:
     for kept in (result.times, result.handing):
         kept.update({name: times[1:] for name, times in kept.items()})
     result.times = {name: result.times[name] for name in subjects}
-    result.findings += [*_late(result), *_beyond(trial, result)]
+    result.findings += [*_late(result), *_elsewhere(result), *_beyond(trial, result)]
     return result
 
 
@@ -108,6 +113,17 @@ def _baseline(trial: Trial, name: str, stack: ExitStack) -> Trial | Finding:
     except (CandidateError, Ended) as error:
         return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}")
     return subject
+
+
+def _burst(trial: Trial) -> list[Finding]:
+    """Calls close upon each other, each copied on return: a buffer returned again and again is fine, an old answer is not."""
+    count = trial.afford(_BURST)
+    inputs = [trial.problem.inputs(seed_of(trial.seed, f"burst {i}")) for i in range(count)]
+    slots = [f"r{i}" for i in range(count)]
+    for slot, values in zip(slots, inputs, strict=True):
+        trial.put(values, slot)
+    trial.candidate.ask("call", slots=slots)
+    return [f for i in range(count) for f in _compare(trial, inputs[i], trial.fetch("outputs", i), f"call {i} of a burst")][:1]
 
 
 def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
@@ -132,6 +148,14 @@ def _go(subject: Trial, calls: int) -> float:
     return time.perf_counter() - start
 
 
+def _on_device(subject: Trial, calls: int, name: str, result: Race) -> float:
+    """The median of the device's times, which cannot be shorter than what the judge's clock allows."""
+    answer, _ = subject.candidate.ask("device_times", slots=[f"r{i}" for i in range(calls)])
+    device, host = ([1e-3 * float(t) for t in answer[part]] for part in ("device", "host"))
+    result.beside.setdefault(name, []).append(statistics.median(h - d for h, d in zip(host, device, strict=True)))
+    return statistics.median(device)
+
+
 def _empty(trial: Trial) -> float:
     return statistics.median(_go(trial, 0) for _ in range(9))
 
@@ -141,8 +165,8 @@ def _round(
 ) -> None:
     for i, values in enumerate(inputs):
         subject.put(values, f"r{i}", in_place=True)
-    taken = _go(subject, len(inputs)) / len(inputs)
-    chosen = sorted({len(inputs) - 1, draw.randrange(len(inputs))})
+    taken = _go(subject, len(inputs)) / len(inputs) if trial.device == "cpu" else _on_device(subject, len(inputs), name, result)
+    chosen = sorted({len(inputs) - 1, *(draw.randrange(len(inputs)) for _ in range(trial.afford(_LOOKED_AT)))})
     start = time.perf_counter()
     outputs = {i: subject.fetch("outputs", i) for i in chosen}
     result.handing.setdefault(name, []).append((time.perf_counter() - start) / len(chosen))
@@ -168,6 +192,17 @@ def _late(result: Race) -> Iterator[Finding]:
     if honest and min(result.handing["candidate"]) > max(_LATE, _LATE_RATIO * statistics.median(honest)):
         seen, usual = min(result.handing["candidate"]), statistics.median(honest)
         what = f"handing over an output takes {seen * 1e3:.1f} ms, a baseline's {usual * 1e3:.1f} ms: it is computed when it is read"
+        yield Finding("timed", "cheating", what)
+
+
+def _elsewhere(result: Race) -> Iterator[Finding]:
+    """Whether the device went on after the stream that was timed had ended: then the work was on another."""
+    honest = [t for name, times in result.beside.items() if name != "candidate" for t in times]
+    if not honest:
+        return
+    mine, usual = statistics.median(result.beside["candidate"]), statistics.median(honest)
+    if mine > 2 * usual + _BESIDE and mine > 0.5 * statistics.median(result.times["candidate"]):
+        what = f"the device works {mine * 1e6:.0f} µs longer than the timed stream, a baseline {usual * 1e6:.0f} µs: work on another stream"
         yield Finding("timed", "cheating", what)
 
 

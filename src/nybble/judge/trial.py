@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from nybble.judge.verdict import Finding, Status
 
 POISON_FRESH = 0x80  # glibc hands out bytes 0x7F (3.4e38 as float32, NaN as float16) and fills freed ones with 0x80
 _REMEMBERED = 12
+_QUICK = 0.03  # seconds
 
 
 class Refused(Exception):
@@ -48,6 +50,7 @@ class Trial:
         rounds, baselines: of the timing.
         failed: an earlier check found something against the candidate.
         race: the timing's result, once there is one.
+        slowest: seconds of the slowest single call so far, which decides how often one can afford to ask.
     """
 
     problem: Problem
@@ -63,6 +66,7 @@ class Trial:
     baselines: tuple[str, ...] = ("eager",)
     failed: bool = False
     race: Any = None
+    slowest: float = 0.0
 
     def __post_init__(self) -> None:
         self._past: deque[tuple[str, Expected]] = deque(maxlen=_REMEMBERED)
@@ -92,6 +96,10 @@ class Trial:
         self._now = None
         self.set_state(self.problem.state)
 
+    def afford(self, calls: int) -> int:
+        """How many calls in a row to make: as many as wished where one takes milliseconds, two where it takes long."""
+        return calls if self.slowest < _QUICK else 2
+
     def set_state(self, state: State) -> None:
         """Weights, in place."""
         if not state or self._now is state:
@@ -116,7 +124,9 @@ class Trial:
         slot = slot or f"{next(self._numbers) % 2}"
         self.set_state(self.problem.state if case.state is None else case.state)
         self.put(case.inputs, slot, in_place)
+        start = time.monotonic()
         answer, _ = self.candidate.ask("call", slots=[slot])
+        self.slowest = max(self.slowest, time.monotonic() - start)
         return Answer(list(answer["outputs"][0]), list(self.fetch("outputs")))
 
     def judge(self, check: str, case: Case, slot: str = "", in_place: bool = False, refusal: Status = "wrong") -> list[Finding]:

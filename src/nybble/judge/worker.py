@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nybble.judge import wire
+from nybble.judge import gpu, wire
 
 _FENCE = 256  # bytes before and after an input: keeps the alignment that allocators give
 _PERTURB = -6  # mallopt's M_PERTURB: glibc then fills what it hands out and what it takes back
@@ -60,6 +60,8 @@ def flags() -> dict[str, str]:
         "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
         "torch.autograd anomaly mode": torch.is_anomaly_enabled(),
     }
+    if torch.cuda.is_initialized():
+        values["the limit of persisting L2"] = gpu.persisting_limit()
     return {name: str(value) for name, value in values.items()}
 
 
@@ -130,6 +132,8 @@ class Worker:
         self.factory: Any = None
         self.model: Any = None
         self.call_it: Callable[..., Any] | None = None
+        if device != "cpu":
+            torch.zeros(1, device=device)
         self.before = {(id(owner), name): getattr(owner, name) for owner, name in _WATCHED}
         self.switches = flags()
 
@@ -225,10 +229,12 @@ class Worker:
         return {"hold": all(slot.fences_hold() for slot in self.slots.values())}, []
 
     def poison(self, byte: int) -> Any:
-        """Fill fresh memory with a byte from now on (0: as it comes); CPU memory of glibc only."""
+        """Fill fresh memory with a byte from now on (0: as it comes): glibc's on the CPU, torch's pool on a GPU, there once."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(_PERTURB, byte)
+        if self.device != "cpu" and byte:
+            gpu.poison(byte)
         return {}, []
 
     def patched(self) -> Any:
@@ -244,11 +250,11 @@ class Worker:
             self._run(slot)
         return {"operations": listening.seen[:10_000]}, []
 
-    def device_times(self, **request: Any) -> Any:
-        """Times of the device's own clock; see gpu.py."""
-        from nybble.judge import gpu
-
-        return gpu.measure(self._run, **request), []
+    def device_times(self, slots: list[str]) -> Any:
+        """`timed` on the device's own clock, see gpu.py."""
+        self.snapshots = []
+        times, self.outputs = gpu.measure(self._run, slots)
+        return times, []
 
 
 def _same(owner: Any, name: str, before: Any) -> bool:

@@ -1,0 +1,103 @@
+"""Whatever a candidate does, the answer is a verdict with a reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from collection import PROBLEMS
+from nybble.errors import BadInput, UnknownName
+from nybble.judge import Verdict, Zygote, judge
+from nybble.judge.isolate import descendants
+
+HEAD = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
+BAD: dict[str, tuple[str, str, str]] = {
+    "no such name": ("class Other: pass\n", "crashed", "no 'ModelNew'; it defines Other"),
+    "empty file": ("", "crashed", "it defines nothing"),
+    "does not parse": ("def f(:\n", "crashed", "SyntaxError"),
+    "import fails": ("import no_such_package_at_all\n", "crashed", "ModuleNotFoundError"),
+    "raises at import": ("raise ValueError('not today')\n", "crashed", "ValueError"),
+    "exits at import": ("import sys\nsys.exit(0)\n", "crashed", "during 'load'"),
+    "construction fails": ("import torch\nclass ModelNew(torch.nn.Module):\n    def __init__(self):\n        1 / 0\n",
+                           "crashed", "ZeroDivisionError"),
+    "other arguments": ("class ModelNew:\n    def __init__(self, x): pass\n", "crashed", "TypeError"),
+    "not callable": ("ModelNew = lambda: 7\n", "wrong", "TypeError"),
+    "raises": (HEAD + "        raise RuntimeError('no \\x1b[31m kernel')\n", "wrong", "RuntimeError"),
+    "hangs at import": ("while True: pass\n", "timed out", "no answer to 'load'"),
+    "hangs": (HEAD + "        while True: pass\n", "timed out", "no answer to 'call'"),
+    "sleeps": (HEAD + "        import time; time.sleep(60)\n", "timed out", "no answer to 'call'"),
+    "exits": (HEAD + "        import os; os._exit(3)\n", "crashed", "exit code 3"),
+    "kills itself": (HEAD + "        import os; os.kill(os.getpid(), 11)\n", "crashed", "SIGSEGV"),
+    "reads address 0": (HEAD + "        import ctypes; ctypes.string_at(0)\n", "crashed", "SIGSEGV"),
+    "floods": (HEAD + "        while True: print('x' * 4000)\n", "crashed", "printed more than"),
+    "allocates": (HEAD + "        keep = []\n        while True: keep.append(bytearray(1 << 26))\n", "wrong", "MemoryError"),
+    "forks without end": (HEAD + "        import os, time\n        while True:\n            if os.fork() == 0: time.sleep(99)\n"
+                          "            time.sleep(0.01)\n", "crashed", "started more than"),
+    "closes everything": (HEAD + "        import os; os.closerange(3, 999)\n", "crashed", "during 'call'"),
+    "writes outside": (HEAD + "        open({target!r}, 'w').write('x')\n        return a @ b\n", "wrong", "PermissionError"),
+    "returns None": (HEAD + "        return None\n", "wrong", "is a builtins.NoneType"),
+    "returns a list": (HEAD + "        return (a @ b).tolist()\n", "wrong", "outputs for"),
+    "returns numpy": (HEAD + "        return (a @ b).numpy()\n", "wrong", "numpy.ndarray"),
+    "returns two": (HEAD + "        return a @ b, a\n", "wrong", "2 outputs"),
+    "wrong shape": (HEAD + "        return (a @ b).t()\n", "wrong", "shape [80, 96], expected [96, 80]"),
+    "wrong dtype": (HEAD + "        return (a @ b).double()\n", "wrong", "dtype torch.float64, expected torch.float32"),
+    "another device": (HEAD + "        return (a @ b).to('meta')\n", "wrong", ""),
+    "sparse": (HEAD + "        return (a @ b).to_sparse()\n", "wrong", ""),
+    "NaN": (HEAD + "        return (a @ b) * float('nan')\n", "wrong", "seen nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_verdict_with_a_reason(name: str, verdict_of: Callable[..., Verdict], tmp_path: Path, zygote: Zygote) -> None:
+    source, status, reason = BAD[name]
+    target = Path.cwd() / "written-by-a-candidate"
+    verdict = verdict_of(source.replace("{target!r}", repr(str(target))))
+    assert verdict.status == status, verdict.text()
+    assert reason in verdict.text().replace("seen: ", "seen ")
+    assert not target.exists()
+    assert not verdict.speeds
+    assert "\x1b" not in verdict.text()
+    assert descendants(zygote.process.pid) == []
+
+
+def test_children_end_with_the_verdict(verdict_of: Callable[..., Verdict], zygote: Zygote) -> None:
+    escape = "        import os, time\n        if os.fork() == 0:\n            os.setsid()\n            time.sleep(99)\n        return a @ b\n"
+    verdict_of(HEAD + escape)
+    time.sleep(0.05)
+    assert descendants(zygote.process.pid) == []
+
+
+def test_the_environment_holds_no_secret(verdict_of: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_JUDGE", "1")
+    assert "SECRET_OF_THE_JUDGE" in os.environ
+    show = "        import os\n        raise ValueError(str('SECRET_OF_THE_JUDGE' in os.environ))\n"
+    assert "message: False" in verdict_of(HEAD + show).text()
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("no_such_file.py", "no such file"),
+        ("empty.py", "has no 'Model'"),
+        ("broken.py", "does not import: ZeroDivisionError"),
+    ],
+)
+def test_a_bad_problem_is_an_error(problem: str, message: str, tmp_path: Path, zygote: Zygote) -> None:
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(BadInput, match=message):
+        judge(str(tmp_path / problem), str(PROBLEMS / "matmul.py"), zygote=zygote)
+
+
+def test_unknown_names_are_told(zygote: Zygote, tmp_path: Path) -> None:
+    problem = str(PROBLEMS / "matmul.py")
+    with pytest.raises(BadInput, match="no such file"):
+        judge(problem, str(tmp_path / "none.py"), zygote=zygote)
+    with pytest.raises(UnknownName, match="nearest: eager"):
+        judge(problem, problem, baselines=["eagre"], zygote=zygote)
+    with pytest.raises(UnknownName, match="nearest: fresh"):
+        judge(problem, problem, checks=["fesh"], zygote=zygote)
