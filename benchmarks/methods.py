@@ -1,6 +1,7 @@
 """What each method buys and what it costs: perplexity of SmolLM2-135M by scheme and method.
 
     python benchmarks/methods.py --schemes NVFP4A16,W4A16 --methods rtn,gptq,schur --seeds 0,1,2
+    python benchmarks/methods.py --runs W4A4:rtn,W4A4:hadamard+gptq,MXFP4A16:schur
 
 Quality is measured as `nybble survey` does: the last 4,096 tokens of the default text in windows of 1,024, float32,
 every layer by its definition. Calibration is `--samples` windows of 512 tokens out of the 109,012 tokens of the same
@@ -16,6 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", default="NVFP4A16,MXFP4A16,W4A16")
     parser.add_argument("--methods", default="rtn,gptq,schur")
+    parser.add_argument("--runs", help="scheme:method pairs in place of all combinations")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -114,17 +117,18 @@ def main() -> None:
     }  # fmt: skip
     if asked.out.exists():
         result["rows"] = json.loads(asked.out.read_text())["rows"]
-    for seed in map(int, asked.seeds.split(",")):
-        for scheme in asked.schemes.split(","):
-            for method in asked.methods.split(","):
-                key = (scheme, method, 0 if method == "rtn" else seed)
-                if any((r["scheme"], r["method"], r["seed"]) == key for r in result["rows"]):
-                    continue
-                row = measure(model, kept, evaluation, windows(ids, asked.samples, seed), *key)
-                print(json.dumps(row), flush=True)
-                result["rows"].append(row)
-                asked.out.parent.mkdir(parents=True, exist_ok=True)
-                asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    pairs: list[Any] = list(product(asked.schemes.split(","), asked.methods.split(",")))
+    if asked.runs:
+        pairs = [run.split(":") for run in asked.runs.split(",")]
+    for seed, (scheme, method) in product(map(int, asked.seeds.split(",")), pairs):
+        key = (scheme, method, 0 if method == "rtn" else seed)
+        if any((r["scheme"], r["method"], r["seed"]) == key for r in result["rows"]):
+            continue
+        row = measure(model, kept, evaluation, windows(ids, asked.samples, seed), *key)
+        print(json.dumps(row), flush=True)
+        result["rows"].append(row)
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(table(result)))
 
 
