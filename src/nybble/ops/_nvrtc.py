@@ -1,6 +1,6 @@
 """CUDA C++ compiled at run time: no toolkit and no nvcc, only the NVRTC library that torch's CUDA wheels bring along.
 
-`compile` turns one of our `.cu` files into a cubin for one architecture. It needs no GPU, so every kernel can be
+`build` turns one of our `.cu` files into a cubin for one architecture. It needs no GPU, so every kernel can be
 compiled anywhere. Cubins are kept in the user's cache folder under a digest of everything that decides the result:
 the sources, the definitions, the architecture and the compiler's version. A file appears there whole or not at all.
 
@@ -55,7 +55,7 @@ def version() -> tuple[int, int]:
     return tuple(_check(nvrtc.nvrtcVersion()))
 
 
-def compile(source: Path, defines: Defines, arch: str) -> bytes:
+def build(source: Path, defines: Defines, arch: str) -> bytes:
     """The cubin of `source` for `arch` ("90a"), from the cache if it is there.
 
     Args:
@@ -67,7 +67,7 @@ def compile(source: Path, defines: Defines, arch: str) -> bytes:
         CompileError: with the compiler's log.
     """
     headers = {path.name: path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
-    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "--fmad=true", "-lineinfo"]
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "--fmad=true"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_text()
     digest = hashlib.sha256(repr((text, headers, options, version())).encode()).hexdigest()
@@ -137,7 +137,13 @@ class Kernel:
         return Kernel(function, library)
 
     def launch(
-        self, grid: tuple[int, int], threads: int, shared_bytes: int, argument: ctypes.Structure, overlap: bool, stream: int
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        argument: ctypes.Structure,
+        overlap: bool,
+        stream: int,
     ) -> None:
         """Start on a stream.
 
@@ -162,3 +168,32 @@ class Kernel:
             config.attrs, config.numAttrs = [attribute], 1
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         _check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(parameters), 0))
+
+
+def tensor_map(
+    pointer: int, shape: tuple[int, int], row: int, box: tuple[int, int], fp16: bool
+) -> ctypes.Array[ctypes.c_uint64]:
+    """A descriptor for the copy engine (sm_90 and later): boxes of a [rows, columns] matrix of bf16 or fp16.
+
+    Args:
+        pointer: the matrix, at a multiple of 16 bytes.
+        shape: its rows and columns.
+        row: elements from one row to the next, a multiple of 8.
+        box: rows and columns copied at once; a box's rows are swizzled over 128 bytes, and what lies outside is zero.
+        fp16: fp16 rather than bf16.
+    """
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if fp16 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    made = _check(
+        driver.cuTensorMapEncodeTiled(
+            kind, 2, pointer, [driver.cuuint64_t(shape[1]), driver.cuuint64_t(shape[0])], [driver.cuuint64_t(2 * row)],
+            [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )  # fmt: skip
+    return (ctypes.c_uint64 * 16)(*(int(word) for word in made.opaque))

@@ -1,6 +1,6 @@
 // Elements and scales of a weight, from the bits of layouts_gpu.py to the operand registers of mma.m16n8k16.
 //
-// A tile is 16 rows x 64 columns, cut into four steps of 16 columns. For a step, a lane holds 8 codes: pair p = 0..3
+// A tile is 16 rows x 128 columns, cut into eight steps of 16 columns. For a step, a lane holds 8 codes: pair p = 0..3
 // belongs to operand register a[p] and to row (lane / 4) + 8 * (p & 1). The two codes of a pair lie at the same
 // position of the two 16-bit halves of a word, so one shift and one mask bring a pair into place.
 //
@@ -9,11 +9,20 @@
 // of formats/table.py):
 //   X_FP16       0: activations are bf16, 1: fp16
 //   CODE         INT, FLOAT4, FLOAT8 or TABLE; BITS, ZERO_POINT (0/1), EXPONENT_BITS, MANTISSA_BITS, ELEMENT_BIAS
-//   SCALE        S_BF16, S_FP16, S_FP32 or S_FLOAT8; SCALE_MANTISSA_BITS, SCALE_BIAS; GROUP = 16, 32 or 64
+//   FOLD         1: the scale multiplies the element instead of the sum, which is exact for short elements and scales;
+//                FOLD_UP: both together are then 2^(FOLD_UP - X_BIAS + ELEMENT_BIAS) too large
+//   ROW_SCALE    1: one scale for the whole row, which is left to the end
+//   SCALE        S_BF16, S_FP16, S_FP32 or S_FLOAT8; SCALE_MANTISSA_BITS, SCALE_BIAS; GROUP = 16, 32, 64 or 128
 #pragma once
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+// INT_TAKES_SCALE (an including file may define it as 1): integers are made times 2^INT_SCALE_UP times their scale.
+#ifndef INT_TAKES_SCALE
+#define INT_TAKES_SCALE 0
+#endif
+#define INT_SCALE_UP 96
 
 #define INT 0
 #define FLOAT4 1
@@ -34,7 +43,6 @@ typedef unsigned long long u64;
 #endif
 #define SPLAT(half) ((u32)(half) * 0x10001u)
 #define POWER(exponent) SPLAT(((exponent) + X_BIAS) << X_MANTISSA)  // 2^exponent, twice
-#define UNIT POWER(X_MANTISSA)                                      // 2^mantissa_bits: its ulp is 1
 #define SIGN 0x80008000u
 
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
@@ -46,8 +54,18 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
 #endif
   return d;
 }
-__device__ __forceinline__ u32 add2(u32 a, u32 b) { return fma2(a, POWER(0), b); }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { return fma2(a, b, SIGN); }  // -0 as addend keeps every sign
+// (a & mask) | bits and (a & mask) ^ bits as the one instruction each is; two constants would otherwise make two.
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+__device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
 template <int N> __device__ __forceinline__ u32 shift_left(u32 w) { return N >= 0 ? w << (N & 31) : w >> (-N & 31); }
 
 __device__ __forceinline__ float bf16_float(u32 bits) { return __uint_as_float(bits << 16); }
@@ -70,26 +88,20 @@ __device__ __forceinline__ unsigned short float_x(float f) {
 // ---- elements
 
 #if CODE == INT
-// OR-ing n bits under the exponent of UNIT makes UNIT + n exactly; subtracting UNIT + 2^(bits-1) + zero_point leaves
-// the element. Two's complement becomes offset binary by the XOR that places the exponent, so it costs nothing.
+// The lowest X_MANTISSA + 1 bits of a wide float, taken alone, are a plain integer times the smallest subnormal: the
+// first normal binade has the subnormals' step. So masking a field gives its integer times a power of two without
+// moving it, and one fused multiply-add by POWER(X_BIAS) makes (integer - offset - zero point) * 2^-(X_MANTISSA - 1),
+// exactly. XOR turns two's complement into offset binary on the way.
 #define OFFSET (1 << (BITS - 1))
-#define PLACED SPLAT((UNIT & 0xFFFF) ^ OFFSET)
-__device__ __forceinline__ u32 zero_term(int zero_point) {  // -(UNIT + offset + zero point), twice
-#if X_FP16 || BITS < 8
-  return SPLAT((UNIT & 0xFFFF) | 0x8000) + SPLAT(OFFSET + zero_point);
-#else
-  return SPLAT(float_x(-(float)zero_point));
-#endif
+__device__ __forceinline__ u32 zero_term(int zero_point) {
+  const float down = -__uint_as_float((127 + 1 - X_MANTISSA) << 23);
+  return SPLAT(float_x((float)(OFFSET + zero_point) * down));
 }
-__device__ __forceinline__ u32 element(u32 bits, u32 zero) {
-#if X_FP16 || BITS < 8
-  return add2((bits & SPLAT((1 << BITS) - 1)) ^ PLACED, zero);
-#else
-  // Eight bits do not fit under bf16's seven: the top bit moves the subtrahend from 2^7 to 2^8 instead.
-  const u32 low = (bits & SPLAT(0x7F)) | UNIT, high = (bits & SPLAT(0x80)) | UNIT | SIGN;
-  const u32 value = add2(low, high);
-  return ZERO_POINT ? add2(value, zero) : value;
-#endif
+// The field AT bits up in each half of `word`; with INT_TAKES_SCALE, times `scale`, which `zero` has taken in already.
+template <int AT> __device__ __forceinline__ u32 element(u32 word, u32 zero, u32 scale) {
+  constexpr int mask = (1 << BITS) - 1;
+  const u32 factor = INT_TAKES_SCALE ? mul2(scale, POWER(INT_SCALE_UP - AT)) : POWER(X_BIAS - AT);
+  return fma2(and_xor(word, SPLAT(mask << AT), SPLAT(OFFSET << AT)), factor, zero);
 }
 #elif CODE == FLOAT8
 // The code's exponent and mantissa go to the bottom of the wide exponent field; multiplying by 2^(difference of the
@@ -97,28 +109,33 @@ __device__ __forceinline__ u32 element(u32 bits, u32 zero) {
 #define FIELD SPLAT((((1 << (EXPONENT_BITS + MANTISSA_BITS)) - 1) << X_MANTISSA) >> MANTISSA_BITS)
 __device__ __forceinline__ u32 element(u32 high_bytes, u32) {
   const u32 magnitude = shift_left<X_MANTISSA - MANTISSA_BITS - 8>(high_bytes) & FIELD;
-  return mul2((high_bytes & SIGN) | magnitude, POWER(X_BIAS - ELEMENT_BIAS));
+  return mul2(and_or(high_bytes, SIGN, magnitude), POWER(X_BIAS - ELEMENT_BIAS));
 }
 #endif
 
-// Words of a lane's tile: step j decodes into a[0..3]. `words` holds BITS words; `zero` one term for each of the rows.
-__device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *zero, const u32 *table, u32 *a) {
+// Step j of a lane's tile, from its 2 * BITS words. `terms` and `scales` hold one value for each of the two rows: what to
+// add to an integer, or to multiply a 4-bit float by; what scales integers with INT_TAKES_SCALE.
+__device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *terms, const u32 *scales,
+                                            const u32 *table, u32 *a) {
 #if CODE == INT && BITS == 4
-#pragma unroll
-  for (int p = 0; p < 4; ++p) a[p] = element(words[j] >> (4 * p), zero[p & 1]);
+  const u32 low = words[j], high = words[j] >> 8;
+  a[0] = element<0>(low, terms[0], scales[0]), a[1] = element<4>(low, terms[1], scales[1]);
+  a[2] = element<0>(high, terms[0], scales[0]), a[3] = element<4>(high, terms[1], scales[1]);
 #elif CODE == INT && BITS == 2
-#pragma unroll
-  for (int p = 0; p < 4; ++p) a[p] = element(words[j >> 1] >> (8 * (j & 1) + 2 * p), zero[p & 1]);
+  const u32 word = words[j >> 1] >> (8 * (j & 1));
+  a[0] = element<0>(word, terms[0], scales[0]), a[1] = element<2>(word, terms[1], scales[1]);
+  a[2] = element<4>(word, terms[0], scales[0]), a[3] = element<6>(word, terms[1], scales[1]);
 #elif CODE == INT && BITS == 3
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     const u32 low = (words[j >> 1] >> (8 * (j & 1) + 2 * p)) & SPLAT(3);
-    const u32 high = p + 4 * j >= 2 ? words[2] >> (p + 4 * j - 2) : words[2] << (2 - p - 4 * j);
-    a[p] = element(low | (high & SPLAT(4)), zero[p & 1]);
+    const int at = p + 4 * (j & 3);
+    const u32 high = at >= 2 ? words[4 + (j >> 2)] >> (at - 2) : words[4 + (j >> 2)] << (2 - at);
+    a[p] = element<0>(low | (high & SPLAT(4)), terms[p & 1], scales[p & 1]);
   }
 #elif CODE == INT && BITS == 8
 #pragma unroll
-  for (int p = 0; p < 4; ++p) a[p] = element(words[2 * j + (p >> 1)] >> (8 * (p & 1)), zero[p & 1]);
+  for (int p = 0; p < 4; ++p) a[p] = element<0>(words[2 * j + (p >> 1)] >> (8 * (p & 1)), terms[p & 1], scales[p & 1]);
 #elif CODE == FLOAT8
 #pragma unroll
   for (int p = 0; p < 4; ++p) a[p] = element(words[2 * j + (p >> 1)] << (8 * (1 - (p & 1))), 0);
@@ -127,11 +144,15 @@ __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *
   // exponent's end. The fourth takes the bits left over: sign 14, then 13, 11, 10.
   const u32 w = words[j];
   a[0] = w, a[1] = w << 3, a[2] = w << 6;
-  a[3] = ((w << 1) & SIGN) | ((w >> 5) & SPLAT(0x0100)) | ((w >> 4) & SPLAT(0x00C0));
+  a[3] = and_or(w << 1, SIGN, and_or(w >> 5, SPLAT(0x0100), (w >> 4) & SPLAT(0x00C0)));
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    const u32 magnitude = shift_left<X_MANTISSA - 6 - MANTISSA_BITS>(a[p] & SPLAT(0x01C0));
-    a[p] = mul2(magnitude | (a[p] & SIGN), POWER(X_BIAS - ELEMENT_BIAS));
+#if X_MANTISSA == 6 + MANTISSA_BITS
+    if (p < 3) a[p] &= SIGN | SPLAT(0x01C0);
+#else
+    a[p] = and_or(a[p], SIGN, shift_left<X_MANTISSA - 6 - MANTISSA_BITS>(a[p] & SPLAT(0x01C0)));
+#endif
+    a[p] = mul2(a[p], terms[p & 1]);
   }
 #elif CODE == TABLE
   // Two codes make an index of 8 bits; each lane looks it up in a bank of its own.
@@ -143,9 +164,9 @@ __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *
 #endif
 }
 
-// ---- scales: what a lane needs for a tile is [row 0/8][64 / GROUP], contiguous
+// ---- scales: what a lane needs for a tile is [row 0 or 8][128 / GROUP], contiguous
 
-#define GROUPS (64 / GROUP)
+#define GROUPS (128 / GROUP)
 #if SCALE == S_FP32
 #define SCALE_SIZE 4
 #elif SCALE == S_FLOAT8
@@ -163,9 +184,10 @@ __device__ __forceinline__ float scale_value(const u32 *words, int index) {
 #elif SCALE == S_FP16
   return fp16_float(words[index >> 1] >> (16 * (index & 1)) & 0xFFFF);
 #elif SCALE_MANTISSA_BITS == 0
-  // A bare power of two: exponent 0 and the NaN code need a mantissa bit of their own in float32.
-  const u32 code = words[index >> 2] >> (8 * (index & 3)) & 0xFF;
-  return __uint_as_float(code << 23 | (((code + 1) & 0xFF) < 2 ? 0x00400000u : 0u));
+  // A bare power of two goes into float32's exponent.
+  const int up = 23 - 8 * (index & 3);
+  const u32 word = words[index >> 2], bits = (up >= 0 ? word << (up & 31) : word >> (-up & 31)) & 0x7F800000u;
+  return __uint_as_float(max(bits, 0x00400000u));  // code 0 is a subnormal of float32; the NaN code becomes infinity
 #else
   const int up = 23 - SCALE_MANTISSA_BITS - 8 * (index & 3);
   const u32 word = words[index >> 2];
@@ -173,3 +195,41 @@ __device__ __forceinline__ float scale_value(const u32 *words, int index) {
   return __uint_as_float(bits) * __uint_as_float((254 - SCALE_BIAS) << 23);
 #endif
 }
+
+// The scale of row `row` of W, where a row has one.
+__device__ __forceinline__ float row_scale(const char *scale, int row) {
+  const long long at = row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
+  u32 word;
+#if SCALE == S_FP32
+  word = ((const u32 *)scale)[at];
+#elif SCALE == S_FLOAT8
+  word = ((const unsigned char *)scale)[at];
+#else
+  word = ((const unsigned short *)scale)[at];
+#endif
+  return scale_value(&word, 0);
+}
+
+#if FOLD
+// 8-bit float scales of a row, four groups in a word, as multipliers of x's dtype: placed at the bottom of the exponent field,
+// then raised in two steps, since one power of two would not fit.
+struct FoldedScales {
+  u32 pairs[2];  // groups 0 and 2, groups 1 and 3
+
+  __device__ __forceinline__ explicit FoldedScales(u32 word) {
+    constexpr int up = X_MANTISSA - SCALE_MANTISSA_BITS, boost = FOLD_UP + X_BIAS - SCALE_BIAS;
+    pairs[0] = word << up & SPLAT(SCALE_CODE_MASK << up);
+    pairs[1] = shift_left<up - 8>(word) & SPLAT(SCALE_CODE_MASK << up);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pairs[i] = mul2(mul2(pairs[i], POWER(boost / 2)), POWER(boost - boost / 2));
+  }
+  __device__ __forceinline__ u32 splat(int group) const {
+    u32 both;
+    if (group & 2)
+      asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(both) : "r"(pairs[group & 1]));
+    else
+      asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(both) : "r"(pairs[group & 1]));
+    return both;
+  }
+};
+#endif

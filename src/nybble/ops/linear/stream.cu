@@ -1,36 +1,37 @@
 // y[M, N] = x[M, K] @ W[N, K]^T for few tokens: weights stream past once, x stays in shared memory.
 //
 // A block keeps all its tokens for one slice of K and walks over units of WN * RT row tiles (16 rows each); its warps
-// form a grid of WN (rows) x WK (columns of K). Every lane copies its own 16-byte pieces of the weight into a ring of
-// STAGES slots with cp.async and reads back only what it copied, so the stream needs no barrier and never drains
-// between units. Elements become exact bf16/fp16 operands of mma.m16n8k16 with float32 accumulation; a group's scale
+// form a grid of WN (rows) x WK (columns of K). Every lane copies its own pieces of the weight into a ring of STAGES
+// slots with cp.async and reads back only what it copied, so the stream needs no barrier and never drains between
+// units. Elements become exact bf16/fp16 operands of mma.m16n8k16 with float32 accumulation; a group's scale
 // multiplies the group's sum, in float32, so the weight itself is never rounded. Warps of one row add up in shared
 // memory in a fixed order: the result is the same in every run.
 //
-// Definitions beyond decode.cuh's: MT (8-token tiles), RT, WN, WK, STAGES, MIN_BLOCKS.
+// Definitions beyond decode.cuh's: MT (8-token tiles), RT, WN, WK, STAGES, TOKENS (columns of the products that are
+// kept).
 #include "decode.cuh"
 #include "async.cuh"
+#include "weights.cuh"
 
 #define WARPS (WN * WK)
 #define THREADS (WARPS * 32)
-#define TOKENS (8 * MT)
+#define UNIT_ROWS (WN * RT * 16)
+#define CHAINS (RT == 1 && GROUPS == 1 ? 2 : 1)  // independent sums of a tile, to keep the tensor cores' latency hidden
 #define RED_STRIDE 20  // of a token's 16 rows: spreads a warp's stores over the banks
-#define TILE_BYTES (16 * 64 * BITS / 8)
-#define LANE_BYTES (TILE_BYTES / 32)
-#define ZERO_BYTES (2 * GROUPS)
-#define PIECE(bytes) ((bytes) < 4 ? 4 : (bytes))  // cp.async moves 4, 8 or 16 bytes
-#define SLOT (32 * (LANE_BYTES + PIECE(SCALE_BYTES) + (ZERO_POINT ? PIECE(ZERO_BYTES) : 0)))
-#define RING_BYTES (STAGES * RT * WARPS * SLOT)
 #define RED_FLOATS (WARPS * RT * TOKENS * RED_STRIDE)
+#define TABLE_WORDS (CODE == TABLE ? 2 * 256 * 32 : 0)
+#define STAGE_BYTES (WARPS * RT * SLOT)
+#define RING_BYTES (STAGES * STAGE_BYTES)
 
 struct Arguments {
   const char *codes, *scale, *zero;
   const float *tensor_scale;
   const char *x;
-  const unsigned short *bias, *table;  // table: a value in x's dtype for each of 16 codes
-  void *y;  // x's dtype [M, N], or float32 [splits, M, N] when K is split over blocks
+  const float *table;  // the values of 16 codes
+  const unsigned short *bias;
+  void *y;                             // x's dtype [M, N], or float32 [slices, M, N] when K is split over blocks
   long long x_row, x_column;
-  int M, N, K, tiles, chunks, slice, shift;  // chunks: 64 columns; slice: chunks a block; shift: log2(chunks a group)
+  int M, N, K, tiles, chunks, slice, shift;  // chunks: of 128 columns; slice: a block's; shift: log2(chunks in a group)
   float factor;
 };
 
@@ -42,137 +43,113 @@ struct SumArguments {
   int N, slices;
 };
 
-struct Position {  // where in its stream a warp is: a unit of rows, and a column chunk of it
-  int unit, chunk;
-};
-
-__device__ __forceinline__ void copy_tile(char *slot, const Arguments &p, int tile, int chunk, int lane) {
-  const long long index = (long long)tile * p.chunks + chunk;
-  const char *codes = p.codes + index * TILE_BYTES;
-  char *to = slot;
-#if BITS == 3
-  async_copy<8>(to + lane * 8, codes + lane * 8), async_copy<4>(to + 256 + lane * 4, codes + 256 + lane * 4);
-#elif BITS == 2
-  async_copy<8>(to + lane * 8, codes + lane * 8);
-#else
+// sum[rt][mt] += scale * (tile of W) @ (tokens' columns), group by group; independent sums take turns.
+__device__ __forceinline__ void multiply(float (*sum)[MT][4], const Tile *tiles, const u32 (*x)[2 * STEPS],
+                                         const u32 *table) {
+  constexpr int steps = STEPS / GROUPS;  // of a group
+  float part[RT][CHAINS][MT][4];
 #pragma unroll
-  for (int i = 0; i < LANE_BYTES / 16; ++i) async_copy<16>(to + i * 512 + lane * 16, codes + i * 512 + lane * 16);
+  for (int j = 0; j < STEPS; ++j) {
+    const int group = j / steps;
+#pragma unroll
+    for (int rt = 0; rt < RT; ++rt) {
+#pragma unroll
+      for (int i = 0; i < MT * 4; ++i)
+        if (j % steps < CHAINS) part[rt][j % CHAINS][i / 4][i % 4] = 0;
+      u32 a[4], terms[2];
+      tiles[rt].terms(group, terms);
+      decode_step(tiles[rt].codes, j, terms, terms, table, a);
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt)
+        mma(FOLD ? sum[rt][mt] : part[rt][j % CHAINS][mt], a, x[mt][2 * j], x[mt][2 * j + 1]);
+#if CODE == TABLE
+      decode_step(tiles[rt].codes, j, terms, terms, table + TABLE_WORDS / 2, a);  // what rounding left of the values
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) mma(part[rt][j % CHAINS][mt], a, x[mt][2 * j], x[mt][2 * j + 1]);
 #endif
-  to += 32 * LANE_BYTES;
-  const int groups = ((p.chunks - 1) >> p.shift) + 1;
-  const long long group = ((long long)tile * groups + (chunk >> p.shift)) * 8 + (lane >> 2);
-  async_pieces<PIECE(SCALE_BYTES)>(to, lane, p.scale + (group * SCALE_BYTES & ~3ll));
-#if ZERO_POINT
-  async_pieces<PIECE(ZERO_BYTES)>(to + 32 * PIECE(SCALE_BYTES), lane, p.zero + (group * ZERO_BYTES & ~3ll));
-#endif
-}
-
-__device__ __forceinline__ void read_tile(const char *slot, int lane, u32 *codes, u32 *scale, u32 *zero) {
-#if BITS == 3
-  read_words<2>(codes, slot + lane * 8), read_words<1>(codes + 2, slot + 256 + lane * 4);
-#elif BITS == 2
-  read_words<2>(codes, slot + lane * 8);
-#else
+      if (FOLD || j % steps != steps - 1) continue;
+      const float low = ROW_SCALE ? 1.f : scale_value(tiles[rt].scale, group);
+      const float high = ROW_SCALE ? 1.f : scale_value(tiles[rt].scale, GROUPS + group);
 #pragma unroll
-  for (int i = 0; i < LANE_BYTES / 16; ++i) read_words<4>(codes + 4 * i, slot + i * 512 + lane * 16);
-#endif
-  slot += 32 * LANE_BYTES;
-  read_pieces<PIECE(SCALE_BYTES)>(scale, slot, lane);
-  if (SCALE_BYTES == 2) scale[0] >>= (lane >> 2 & 1) * 16;
-#if ZERO_POINT
-  read_pieces<PIECE(ZERO_BYTES)>(zero, slot + 32 * PIECE(SCALE_BYTES), lane);
-  if (ZERO_BYTES == 2) zero[0] >>= (lane >> 2 & 1) * 16;
-#endif
-}
-
-// sum[rt][mt] += scale * (tile of W) @ (tokens' columns), group by group.
-__device__ __forceinline__ void multiply(float (*sum)[4], const u32 *codes, const u32 *scale, const u32 *zero,
-                                         const u32 (*x)[8], const u32 *table) {
-#pragma unroll
-  for (int group = 0; group < GROUPS; ++group) {
-    u32 terms[2] = {0, 0};
-#if CODE == INT
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int byte = r * GROUPS + group;
-      terms[r] = zero_term(ZERO_POINT ? (int)(signed char)(zero[byte >> 2] >> (8 * (byte & 3))) : 0);
-    }
-#endif
-    float part[MT][4] = {};
-#pragma unroll
-    for (int j = group * 4 / GROUPS; j < (group + 1) * 4 / GROUPS; ++j) {
-      u32 a[4];
-      decode_step(codes, j, terms, table, a);
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt) mma(part[mt], a, x[mt][2 * j], x[mt][2 * j + 1]);
-    }
-    const float low = scale_value(scale, group), high = scale_value(scale, GROUPS + group);
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      sum[mt][0] += low * part[mt][0], sum[mt][1] += low * part[mt][1];
-      sum[mt][2] += high * part[mt][2], sum[mt][3] += high * part[mt][3];
+      for (int i = 0; i < CHAINS * MT * 4; ++i)
+        sum[rt][i / 4 % MT][i % 4] += (i % 4 < 2 ? low : high) * part[rt][i / 4 / MT][i / 4 % MT][i % 4];
     }
   }
 }
 
+// Adds up the WK warps of each row and stores a unit's results.
 __device__ __forceinline__ void finish(const Arguments &p, const float *red, int unit, float factor) {
-  constexpr int rows = WN * RT * 16;
-  for (int i = threadIdx.x; i < rows * p.M; i += THREADS) {
-    const int row = i % rows, token = i / rows, n = unit * rows + row;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < UNIT_ROWS * p.M; i += THREADS) {
+    const int row = i % UNIT_ROWS, token = i / UNIT_ROWS, n = unit * UNIT_ROWS + row, tile = row / 16;
     if (n >= p.N) continue;
+    const float *from = red + ((tile / RT * WK * RT + tile % RT) * TOKENS + token) * RED_STRIDE + row % 16;
     float total = 0;
 #pragma unroll
-    for (int k = 0; k < WK; ++k) total += red[((row / 16 / RT * WK + k) * RT + row / 16 % RT) * TOKENS * RED_STRIDE + token * RED_STRIDE + row % 16];
-    if (gridDim.y > 1) {
-      ((float *)p.y)[((long long)blockIdx.y * p.M + token) * p.N + n] = total * factor;
-    } else {
-      const float shift = p.bias ? x_float(p.bias[n]) : 0.f;
-      ((unsigned short *)p.y)[(long long)token * p.N + n] = float_x(total * factor + shift);
-    }
+    for (int k = 0; k < WK; ++k) total += from[k * RT * TOKENS * RED_STRIDE];
+    if (ROW_SCALE) total *= row_scale(p.scale, n);
+    const long long at = (long long)token * p.N + n;
+    if (gridDim.y > 1)
+      ((float *)p.y)[(long long)blockIdx.y * p.M * p.N + at] = total * factor;
+    else
+      ((unsigned short *)p.y)[at] = float_x(total * factor + (p.bias ? x_float(p.bias[n]) : 0.f));
   }
 }
 
-__device__ __forceinline__ void fill_table(u32 *to, const unsigned short *values) {
-  for (int i = threadIdx.x; i < 256 * 32; i += THREADS) {
-    const int pair = i / 32;
-    to[i] = values[pair & 15] | (u32)values[pair >> 4] << 16;
+// Pairs of codes to pairs of values in x's dtype, then to what their rounding lost, a bank for every lane.
+__device__ __forceinline__ void fill_table(u32 *to, const float *values) {
+  for (int i = threadIdx.x; i < TABLE_WORDS / 2; i += THREADS) {
+    const float low = values[i / 32 & 15], high = values[i / 512];
+    const u32 l = float_x(low), h = float_x(high);
+    to[i] = l | h << 16;
+    to[i + TABLE_WORDS / 2] = float_x(low - x_float(l)) | (u32)float_x(high - x_float(h)) << 16;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_stream(const Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_stream(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
-  char *ring = shared;
   float *red = (float *)(shared + RING_BYTES);
   u32 *table = (u32 *)(red + 2 * RED_FLOATS);
-  char *x_shared = (char *)(table + (CODE == TABLE ? 256 * 32 : 0));
+  char *x_shared = (char *)(table + TABLE_WORDS);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, wn = warp / WK, wk = warp % WK;
   const int first = blockIdx.y * p.slice, last = min(first + p.slice, p.chunks);
-  const int units = (p.tiles + WN * RT - 1) / (WN * RT), x_stride = p.slice * 128 + 16;
+  const int units = (p.tiles + WN * RT - 1) / (WN * RT), x_stride = p.slice * (2 * COLUMNS) + 16;
   launch_dependents();
 
-  // Weights may be fetched into L2 before the previous kernel has ended: nothing is read from there yet.
-  Position ahead = {(int)blockIdx.x, first + wk};
-  auto next = [&](int stage, bool copy) {
-    if (ahead.unit < units && ahead.chunk < last) {
+  const u32 ring = shared_address(shared) + warp * RT * SLOT;
+  TileRow ahead[RT];
+  int ahead_unit, ahead_chunk;
+  auto enter = [&](int unit) {
+    ahead_unit = unit, ahead_chunk = first + wk;
 #pragma unroll
-      for (int rt = 0; rt < RT; ++rt) {
-        const int tile = min((ahead.unit * WN + wn) * RT + rt, p.tiles - 1);
-        if (copy)
-          copy_tile(ring + ((stage * RT + rt) * WARPS + warp) * SLOT, p, tile, ahead.chunk, lane);
-        else if (lane < TILE_BYTES / 128)
-          prefetch_l2(p.codes + ((long long)tile * p.chunks + ahead.chunk) * TILE_BYTES + lane * 128);
-      }
-    }
-    ahead.chunk += WK;
-    if (ahead.chunk - wk >= last) ahead.unit += gridDim.x, ahead.chunk = first + wk;
+    for (int rt = 0; rt < RT; ++rt)  // past the last tile: repeat it, and store nothing
+      ahead[rt].enter(p.codes, p.scale, p.zero, min((unit * WN + wn) * RT + rt, p.tiles - 1), p.chunks, p.shift, lane);
   };
-  const Position start = ahead;
-  for (int stage = 0; stage < PREFETCH; ++stage) next(stage, false);
-  ahead = start;
+  auto next = [&] {
+    ahead_chunk += WK;
+    if (ahead_chunk >= last + wk) enter(ahead_unit + gridDim.x);
+  };
+  auto fetch = [&](u32 slot) {
+    if (ahead_chunk < last && ahead_unit < units)
+#pragma unroll
+      for (int rt = 0; rt < RT; ++rt) ahead[rt].copy(slot + rt * SLOT, lane, ahead_chunk, p.shift);
+    async_commit();
+    next();
+  };
+  enter(blockIdx.x);
+#pragma unroll 1
+  for (int i = 0; i < STAGES - 1 && ahead_unit < units; ++i, next())
+#pragma unroll
+    for (int rt = 0; rt < RT; ++rt)
+      if (ahead_chunk < last && lane < TILE_BYTES / 128)
+        prefetch_l2(ahead[rt].codes + (u32)(ahead_chunk * 4 * TILE_BYTES) + lane * (128 - 16));
   wait_for_previous();
-  load_x(x_shared, x_stride, p.x, p.x_row, p.x_column, p.M, first * 64, min(last * 64, p.K), (last - first) * 64, THREADS);
+  load_x(x_shared, x_stride, p.x, p.x_row, p.x_column, p.M, first * COLUMNS,
+         min(last * COLUMNS, p.K), (last - first) * COLUMNS, THREADS);
   async_commit();
-  for (int stage = 0; stage < STAGES - 1; ++stage) next(stage, true), async_commit();
+  enter(blockIdx.x);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES - 1; ++stage) fetch(ring + stage * STAGE_BYTES);
 #if CODE == TABLE
   fill_table(table, p.table);
 #endif
@@ -180,38 +157,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_stream(
   __syncthreads();
 
   const float factor = p.factor * (p.tensor_scale ? *p.tensor_scale : 1.f);
-  int stage = 0, buffer = 0;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, buffer ^= 1) {
+  const u32 ring_end = ring + RING_BYTES;
+  u32 slot = ring, refill = ring_end - STAGE_BYTES, x_lane[MT];
+#pragma unroll
+  for (int mt = 0; mt < MT; ++mt)
+    x_lane[mt] = shared_address(x_shared) + min(mt * 8 + (lane & 7), p.M - 1) * x_stride + (lane >> 3) * 16 + wk * 256;
+#pragma unroll 1
+  for (int unit = blockIdx.x, buffer = 0; unit < units; unit += gridDim.x, buffer ^= 1) {
     float sum[RT][MT][4] = {};
-    for (int chunk = first + wk; chunk - wk < last; chunk += WK) {
+    u32 x_offset = 0;
+#pragma unroll 1
+    for (int chunk = first; chunk < last; chunk += WK, x_offset += WK * 2 * COLUMNS) {
       async_wait<STAGES - 2>();
-      const int refill = stage == 0 ? STAGES - 1 : stage - 1;
-      next(refill, true);
-      async_commit();
-      if (chunk < last) {
-        u32 x[MT][8];
+      fetch(refill);
+      if (chunk + wk < last) {
+        Tile tiles[RT];
+        u32 x[MT][2 * STEPS];
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt) {
-          const int token = min(mt * 8 + (lane & 7), p.M - 1);
-          const char *from = x_shared + token * x_stride + (chunk - first) * 128 + (lane >> 3) * 16;
-          load_matrices(x[mt], from), load_matrices(x[mt] + 4, from + 64);
-        }
+        for (int rt = 0; rt < RT; ++rt) read_copied_tile(tiles[rt], slot + rt * SLOT, lane);
 #pragma unroll
-        for (int rt = 0; rt < RT; ++rt) {
-          u32 codes[BITS < 4 ? 4 : BITS], scale[(SCALE_BYTES + 3) / 4], zero[(ZERO_BYTES + 3) / 4];
-          read_tile(ring + ((stage * RT + rt) * WARPS + warp) * SLOT, lane, codes, scale, zero);
-          multiply(sum[rt], codes, scale, zero, x, table + lane);
-        }
+        for (int i = 0; i < MT * 4; ++i) load_matrices(x[i / 4] + i % 4 * 4, x_lane[i / 4] + x_offset + i % 4 * 64);
+        multiply(sum, tiles, x, table + lane);
       }
-      stage = stage == STAGES - 1 ? 0 : stage + 1;
+      refill = slot;
+      slot += STAGE_BYTES;
+      if (slot == ring_end) slot = ring;
     }
     float *mine = red + buffer * RED_FLOATS + warp * RT * TOKENS * RED_STRIDE + (lane & 3) * 2 * RED_STRIDE + (lane >> 2);
+    if ((lane & 3) * 2 < TOKENS)
 #pragma unroll
-    for (int rt = 0; rt < RT; ++rt)
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) mine[(rt * TOKENS + mt * 8 + (i & 1)) * RED_STRIDE + (i >> 1) * 8] = sum[rt][mt][i];
+      for (int i = 0; i < RT * MT * 4; ++i)
+        mine[(i / 4 / MT * TOKENS + i / 4 % MT * 8 + (i & 1)) * RED_STRIDE + (i >> 1 & 1) * 8] = sum[i / 4 / MT][i / 4 % MT][i % 4];
     __syncthreads();
     finish(p, red + buffer * RED_FLOATS, unit, factor);
   }

@@ -1,0 +1,278 @@
+"""Which kernel a weight-only product runs with: a pure function from a description to scored candidates.
+
+    choose(Problem(m=16, n=4096, k=4096, format=…)).plan        print(choose(…)) lists all of them, cheapest first
+
+Nothing here touches a GPU, so a choice can be explained for a machine that is not there. The score is a model in
+microseconds, its constants fitted to an H200 (benchmarks/results/h200): bytes over bandwidth or work over what a
+processor does in a microsecond, whichever is longer, at the pace of the most loaded processor, plus what starting,
+meeting and a second pass cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from nybble.formats.spec import BlockFormat
+from nybble.ops.linear.macros import COLUMNS, ROWS, describe, tile_refusal
+
+STREAM_TOKENS = 32
+"""The most tokens that stream.cu takes at once; more go through it in passes."""
+_BLOCK_ROWS = 64
+_AVERAGED = 64
+_SUM_STRIDE = 20  # stream.cu's RED_STRIDE
+_ALIGNMENT, _BARRIERS = 1024, 256
+_PER_MICROSECOND = 1755.0  # cycles, under load
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the choice depends on: capability, multiprocessors, shared memory of a block, memory bandwidth."""
+
+    capability: tuple[int, int]
+    processors: int
+    shared_bytes: int
+    terabytes_per_second: float
+
+
+H200 = Machine((9, 0), 132, 227 * 1024, 4.27)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product x[M, K] @ W[N, K]^T with activations in bf16 or fp16."""
+
+    m: int
+    n: int
+    k: int
+    format: BlockFormat
+    fp16: bool = False
+    machine: Machine = H200
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows."""
+        return -(-self.n // ROWS)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 128 columns."""
+        return -(-self.k // COLUMNS)
+
+    @property
+    def memory_time(self) -> float:
+        """Microseconds to read the weight once."""
+        per_row = self.k * self.format.bits_per_value(max(1, self.n), max(1, self.k)) / 8
+        return self.n * per_row / self.machine.terabytes_per_second / 1e6
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How stream.cu is instantiated and launched; the letters are explained there.
+
+    Attributes:
+        mt, rt, wn, wk, stages: the kernel's MT, RT, WN, WK and STAGES.
+        slices: parts into which K is split over blocks.
+    """
+
+    mt: int
+    rt: int
+    wn: int
+    wk: int
+    stages: int
+    slices: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.wn * self.wk
+
+    def defines(self, m: int) -> dict[str, int]:
+        """The macros that instantiate the kernel for up to m tokens."""
+        return {"MT": self.mt, "RT": self.rt, "TOKENS": self.kept(m), "WN": self.wn, "WK": self.wk,
+                "STAGES": self.stages}  # fmt: skip
+
+    def kept(self, m: int) -> int:
+        """Columns of the products that are kept: all, but for one or two tokens only two of the eight."""
+        return 2 if m <= 2 and self.mt == 1 else 8 * self.mt
+
+    def slice_chunks(self, p: Problem) -> int:
+        """Column chunks of a block."""
+        return -(-p.chunks // self.slices)
+
+    def units(self, p: Problem) -> int:
+        """Units of rows that blocks walk over."""
+        return -(-p.tiles // (self.wn * self.rt))
+
+    def grid(self, p: Problem) -> tuple[int, int]:
+        """Blocks along rows and along slices: one a processor at most, evenly loaded."""
+        units, room = self.units(p), max(1, p.machine.processors // self.slices)
+        return -(-units // -(-units // room)), self.slices
+
+    def needed_bytes(self, p: Problem) -> int:
+        """Shared memory that a block uses: the ring, the sums of two units, the table, and x."""
+        d, warps, m = describe(p.format), self.wn * self.wk, min(p.m, 8 * self.mt)
+        slot = d["TILE_BYTES"] + 32 * (_lane(d["SCALE_BYTES"]) + _lane(d["ZERO_BYTES"]))
+        sums = 2 * warps * self.rt * self.kept(m) * _SUM_STRIDE * 4
+        x = m * (self.slice_chunks(p) * 2 * COLUMNS + 16)
+        return self.stages * warps * self.rt * slot + sums + d["TABLE_BYTES"] + x
+
+    def shared_bytes(self, p: Problem) -> int:
+        """What a block asks for: more than half of what there is, so that no second block shares its processor.
+
+        With overlapping launches two would: the next kernel's blocks, started early, would fill the places left on
+        half of the processors and leave the others empty (measured: twice the time).
+        """
+        return max(self.needed_bytes(p), p.machine.shared_bytes // 2 + 1024)
+
+    def refusal(self, p: Problem) -> str | None:
+        """Why it cannot run, or None."""
+        if self.needed_bytes(p) > p.machine.shared_bytes:
+            return f"needs {self.needed_bytes(p)} bytes of shared memory, there are {p.machine.shared_bytes}"
+        return "slices without columns" if self.slices > p.chunks else None
+
+    def score(self, p: Problem) -> float:
+        """Predicted microseconds."""
+        passes, m = -(-p.m // (8 * self.mt)), min(p.m, 8 * self.mt)
+        units, (rows, _) = self.units(p), self.grid(p)
+        walked = -(-units // rows)  # units of the most loaded block
+        steps = walked * -(-self.slice_chunks(p) // self.wk)
+        work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 14 * self.mt) + 24 * self.mt + 34
+        issue = steps * self.wn * self.wk / 4 * work / _PER_MICROSECOND * 1.3
+        load = walked * rows / units  # against an even one
+        stream = max(p.memory_time * load, issue, steps * 500 / _PER_MICROSECOND)
+        meet = walked * (0.04 + 0.01 * m * self.wn * self.rt / 16)
+        second = 1.2 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
+        return passes * (1.9 + stream + meet + second)
+
+
+_DECODE = {0: 88, 1: 118, 2: 150, 3: 230}  # instructions for a tile by the kind of element
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How tile.cu is instantiated and launched.
+
+    Attributes:
+        groups: warpgroups of a block, 64 rows each.
+        tokens, wgmmas: tokens of one wgmma, and how many of them side by side.
+        stages: chunks of 128 columns in shared memory.
+        cluster: blocks among which K is split.
+    """
+
+    groups: int
+    tokens: int
+    wgmmas: int
+    stages: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.groups + (128 if self.registers else 32)
+
+    @property
+    def registers(self) -> int:
+        """What consumers raise their registers to when sums fill most of them: all that the block was started with."""
+        return {2: 240, 3: 160, 4: 112}.get(self.groups, 0) if self.tokens * self.wgmmas >= 128 else 0
+
+    def defines(self, m: int) -> dict[str, int]:
+        """The macros that instantiate the kernel."""
+        return {"GROUPS_OF_WARPS": self.groups, "TOKENS_N": self.tokens, "TOKENS_B": self.wgmmas,
+                "STAGES": self.stages, "CLUSTER": self.cluster, "REGISTERS": self.registers}  # fmt: skip
+
+    def slice_chunks(self, p: Problem) -> int:
+        """Column chunks of a block."""
+        return -(-p.chunks // self.cluster)
+
+    def token_tiles(self, p: Problem) -> int:
+        """Tiles of tokens."""
+        return -(-p.m // (self.tokens * self.wgmmas))
+
+    def grid(self, p: Problem) -> tuple[int, int]:
+        """Blocks: tiles of rows times tiles of tokens times the cluster."""
+        return -(-p.n // (_BLOCK_ROWS * self.groups)) * self.token_tiles(p) * self.cluster, 1
+
+    def shared_bytes(self, p: Problem) -> int:
+        """Shared memory of a block: the ring, or the sums that take its place."""
+        d, tokens = describe(p.format), self.tokens * self.wgmmas
+        weights = 4 * (d["TILE_BYTES"] + 8 * (d["SCALE_BYTES"] + d["ZERO_BYTES"]))
+        ring = self.stages * (tokens * 2 * COLUMNS + self.groups * weights)
+        return _ALIGNMENT + _BARRIERS + max(ring, tokens * (_BLOCK_ROWS * self.groups + 4) * 4)
+
+    def refusal(self, p: Problem) -> str | None:
+        """Why it cannot run, or None."""
+        if p.machine.capability[0] != 9:
+            return f"wgmma exists on compute capability 9.0, not on {'.'.join(map(str, p.machine.capability))}"
+        if self.shared_bytes(p) > p.machine.shared_bytes:
+            return f"needs {self.shared_bytes(p)} bytes of shared memory, there are {p.machine.shared_bytes}"
+        if self.cluster > p.chunks:
+            return "slices without columns"
+        if p.k < _AVERAGED:
+            return f"its roundings of the weight need more than K = {p.k} terms to average out"
+        return tile_refusal(p.format, p.fp16)
+
+    def score(self, p: Problem) -> float:
+        """Predicted microseconds."""
+        blocks, tokens = self.grid(p)[0], self.tokens * self.wgmmas
+        resident = max(1, min(p.machine.shared_bytes // self.shared_bytes(p), 8 // self.groups))
+        room = p.machine.processors * resident
+        rounds = -(-blocks // room)
+        together = min(resident, -(-blocks // p.machine.processors))
+        work = self.groups * (2 * _DECODE[describe(p.format)["CODE"]] + 16)
+        tensor = self.groups * 8 * self.wgmmas * max(self.tokens / 2, 12)
+        chunk = max(together * max(work, tensor) * 1.15, 560 + 0.35 * (work + tensor))
+        busy = rounds * self.slice_chunks(p) * chunk / _PER_MICROSECOND
+        even = blocks / min(blocks, room) / rounds
+        end = 2.4 + tokens * self.groups / 110 + (0.5 + 0.12 * self.cluster if self.cluster > 1 else 0)
+        return max(busy, p.memory_time / max(even, 0.5)) + end
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Scored candidates, cheapest first: (predicted microseconds, plan)."""
+
+    problem: Problem
+    scored: tuple[tuple[float, Stream | Tile], ...]
+
+    @property
+    def plan(self) -> Stream | Tile:
+        """The one that runs."""
+        return self.scored[0][1]
+
+    def __str__(self) -> str:
+        p = self.problem
+        head = f"x[{p.m}, {p.k}] @ W[{p.n}, {p.k}]^T, {p.format.name}, {'fp16' if p.fp16 else 'bf16'}"
+        return "\n".join([head, *(f"  {time:8.2f} us  {plan}" for time, plan in self.scored)])
+
+
+def candidates(p: Problem) -> Iterator[Stream | Tile]:
+    """Every way to run the kernels that is worth considering, whether it fits or not."""
+    mt = next(t for t in (1, 2, 4) if 8 * t >= min(p.m, STREAM_TOKENS))
+    grids = {
+        1: ((2, 1, 16), (1, 1, 16), (2, 2, 8), (1, 2, 8), (2, 4, 4)),
+        2: ((2, 4, 4), (1, 4, 4), (2, 2, 4), (1, 2, 8)),
+        4: ((1, 4, 4), (1, 2, 8), (1, 2, 4)),
+    }[mt]
+    for (rt, wn, wk), stages, slices in product(grids, (2, 3, 4), (1, 2, 3, 4, 6, 8)):
+        yield Stream(mt, rt, wn, wk, stages, slices)
+    widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
+    for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (3, 5), (1, 2, 4, 8)):
+        if groups * n * b <= 512 and (n * b < 256 or groups == 2) and (groups < 4 or n < 128):
+            yield Tile(groups, n, b, stages, cluster)
+
+
+@lru_cache(maxsize=4096)
+def choose(p: Problem) -> Choice:
+    """The candidates that can run, scored; raises ValueError where none can."""
+    fit = [c for c in candidates(p) if c.refusal(p) is None]
+    if not fit:
+        raise ValueError(f"no plan fits: {next(candidates(p)).refusal(p)}")
+    return Choice(p, tuple(sorted(((c.score(p), c) for c in fit), key=lambda pair: pair[0])))
+
+
+def _lane(size: int) -> int:
+    """Bytes that a lane's `size` bytes take in stream.cu's ring: none, or at least the 4 of a copy."""
+    return max(4, size) if size else 0

@@ -1,0 +1,138 @@
+"""What the CUDA kernels of `linear` are compiled for: macros derived from a format's row, in decode.cuh's names.
+
+So no constant of a format stands in a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from nybble.formats.spec import BlockFormat, ElementFormat, FloatFormat, IntFormat, TableFormat
+from nybble.formats.table import BF16, FP16
+
+ROWS, COLUMNS = 16, 128
+"""Of a tile; columns come in chunks of 128."""
+INT_SCALE_UP = 96
+"""decode.cuh's: how far bf16 scales are raised to meet integers that lie among the subnormals."""
+FP16_SCALE_UP = 6
+"""tile.cu forms scaled fp16 weights 2^6 too large: then those from 2e-6 to 1e3 keep their bits."""
+
+_INT, _FLOAT4, _FLOAT8, _TABLE = range(4)
+_WIDE_SCALES = {"bf16": 0, "fp16": 1, "fp32": 2}
+_FLOAT8_SCALE = 3
+_WHOLE_AXIS = 31  # a shift that leaves every chunk of columns in group 0
+_PAIRS = 256 * 32 * 4  # bytes of a table of pairs of 4-bit codes, one for each lane
+
+
+@cache
+def describe(fmt: BlockFormat) -> dict[str, int]:
+    """Macros and sizes of a weight format, sizes in bytes of a lane (or, TILE and TABLE, in all).
+
+    Raises:
+        ValueError: for a format that decode.cuh cannot decode; the message ends a sentence about the weight.
+    """
+    columns = fmt.block[1]
+    if columns is not None and (columns < ROWS or columns & columns - 1):
+        raise ValueError(f"groups of {columns} columns; the kernels take powers of two from {ROWS} on")
+    group = min(columns or COLUMNS, COLUMNS)
+    within = COLUMNS // group
+    found = {"ZERO_POINT": int(fmt.zero_point), "ROW_SCALE": int(columns is None), "GROUP": group}
+    found |= {**_element(fmt.element), **_scale(fmt.scale)}
+    found["TILE_BYTES"] = ROWS * COLUMNS * found["BITS"] // 8
+    found["SCALE_BYTES"] = 0 if found["ROW_SCALE"] else 2 * within * fmt.scale.bits // 8
+    found["ZERO_BYTES"] = 2 * within * found["ZERO_POINT"]
+    found["TABLE_BYTES"] = 2 * _PAIRS if found["CODE"] == _TABLE else 0
+    return found
+
+
+def defines(fmt: BlockFormat, fp16: bool) -> dict[str, int]:
+    """All the macros that a weight format and the activations' dtype decide."""
+    found = {name: value for name, value in describe(fmt).items() if not name.endswith("_BYTES")}
+    up = _fold_up(fmt, fp16)
+    return {**found, "X_FP16": int(fp16), "FOLD": int(up is not None), "FOLD_UP": up or 0}
+
+
+def factor(fmt: BlockFormat, fp16: bool) -> float:
+    """The power of two that undoes what decode.cuh scales elements by."""
+    wide, up = FP16 if fp16 else BF16, _fold_up(fmt, fp16)
+    if isinstance(fmt.element, IntFormat):
+        return 2.0 ** (wide.mantissa_bits - 1 - fmt.element.fraction_bits)
+    return 1.0 if up is None or not isinstance(fmt.element, FloatFormat) else 2.0 ** (wide.bias - fmt.element.bias - up)
+
+
+def group_shift(fmt: BlockFormat) -> int:
+    """log2 of the chunks of columns that share a scale."""
+    columns = fmt.block[1]
+    return _WHOLE_AXIS if columns is None else max(0, (columns // COLUMNS).bit_length() - 1)
+
+
+def tile_defines(fmt: BlockFormat, fp16: bool) -> dict[str, int]:
+    """The macros of tile.cu that say where the scale goes."""
+    takes = _int_takes_scale(fmt, fp16)
+    scaled = not (takes or _fold_up(fmt, fp16) is not None or fmt.block[1] is None)
+    return {"INT_TAKES_SCALE": int(takes), "SCALE_UP": FP16_SCALE_UP if fp16 and scaled else 0}
+
+
+def tile_factor(fmt: BlockFormat, fp16: bool) -> float:
+    """The power of two that undoes what tile.cu scales weights by."""
+    # stream.cu's integers are raised by the wide format's bias, tile.cu's by INT_SCALE_UP where they take their scale.
+    extra = INT_SCALE_UP - BF16.bias if _int_takes_scale(fmt, fp16) else 0
+    return factor(fmt, fp16) * 2.0 ** -(extra + tile_defines(fmt, fp16)["SCALE_UP"])
+
+
+def tile_refusal(fmt: BlockFormat, fp16: bool) -> str | None:
+    """Why tile.cu, which rounds element times scale to the activations' dtype, would round too much; None if not.
+
+    Row scales wait until the end; short elements times short scales are exact; integers have so many values that their
+    rounding errors average out. The few values of an 8-bit float or a table under one scale do not.
+    """
+    kind = describe(fmt)["CODE"]
+    if fmt.block[1] is None and kind != _TABLE:
+        return None
+    if fmt.scale.bits == 8 and (fp16 and _fold_up(fmt, fp16) is None):
+        return f"{fmt.scale.name} scales reach beyond fp16"
+    if kind == _INT or fmt.scale.bits == 8:
+        return None
+    return f"the product of {fmt.element.name} and {fmt.scale.name} would be rounded the same way over and over"
+
+
+def _int_takes_scale(fmt: BlockFormat, fp16: bool) -> bool:
+    found = describe(fmt)
+    plain = not (fmt.zero_point or found["ROW_SCALE"] or fp16)
+    return plain and found["CODE"] == _INT and found["SCALE"] == _WIDE_SCALES["bf16"]
+
+
+def _fold_up(fmt: BlockFormat, fp16: bool) -> int | None:
+    """How far up scales can be moved so that short elements take them in exactly; None where they cannot."""
+    wide, element, scale = FP16 if fp16 else BF16, fmt.element, fmt.scale
+    if (
+        not isinstance(element, FloatFormat)
+        or not isinstance(scale, FloatFormat)
+        or element.bits != 4
+        or scale.bits != 8
+    ):
+        return None
+    up = wide.max_exponent - scale.max_exponent - 1
+    exact = element.mantissa_bits + scale.mantissa_bits + 1 <= wide.mantissa_bits
+    return up if exact and up >= 0 and scale.mantissa_bits and fmt.block[1] == ROWS else None
+
+
+def _element(element: ElementFormat) -> dict[str, int]:
+    if isinstance(element, IntFormat) and element.low < 0 and element.bits in (2, 3, 4, 8):
+        return {"CODE": _INT, "BITS": element.bits}
+    if isinstance(element, FloatFormat) and element.signed and element.bits in (4, 8) and element.subnormals:
+        return {"CODE": _FLOAT4 if element.bits == 4 else _FLOAT8, "BITS": element.bits,
+                "EXPONENT_BITS": element.exponent_bits, "MANTISSA_BITS": element.mantissa_bits,
+                "ELEMENT_BIAS": element.bias}  # fmt: skip
+    if isinstance(element, TableFormat) and element.bits == 4:
+        return {"CODE": _TABLE, "BITS": 4}
+    raise ValueError(f"elements of {element.name}")
+
+
+def _scale(scale: ElementFormat) -> dict[str, int]:
+    if scale.name in _WIDE_SCALES:
+        return {"SCALE": _WIDE_SCALES[scale.name]}
+    if isinstance(scale, FloatFormat) and scale.bits == 8:
+        return {"SCALE": _FLOAT8_SCALE, "SCALE_MANTISSA_BITS": scale.mantissa_bits, "SCALE_BIAS": scale.bias,
+                "SCALE_CODE_MASK": (1 << scale.magnitude_bits) - 1}  # fmt: skip
+    raise ValueError(f"scales of {scale.name}")

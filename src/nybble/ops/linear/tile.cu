@@ -1,0 +1,195 @@
+// y[M, N] = x[M, K] @ W[N, K]^T for many tokens on Hopper: the tensor cores take W from registers and x from shared memory.
+//
+// A block makes 64 * GROUPS_OF_WARPS rows of W times TOKENS tokens. One warp feeds it: for each chunk of 128 columns it
+// asks the copy engine for x's tile (swizzled) and for the weight's tiles, STAGES chunks ahead. Each warpgroup owns 64
+// rows: its lanes decode their codes, multiply them by their scale in x's dtype and hand them to wgmma as the register
+// operand, while the tensor cores still work on the chunk before. Warpgroups meet only at the stages' barriers, so one
+// decodes while another multiplies. When K is split, the CLUSTER blocks of a tile add up through distributed shared
+// memory, in the order of their ranks: the result is the same in every run.
+//
+// Definitions beyond decode.cuh's: GROUPS_OF_WARPS, TOKENS_N (tokens of one wgmma), TOKENS_B (wgmmas side by side),
+// STAGES, CLUSTER, REGISTERS (what the warpgroups raise theirs to; 0: nothing moves), INT_TAKES_SCALE, SCALE_UP (exponent by which other scales are raised to stay within fp16).
+#include "decode.cuh"
+#include "async.cuh"
+#include "weights.cuh"
+#include "wgmma.cuh"
+
+#define WARPS (4 * GROUPS_OF_WARPS)
+#define THREADS (32 * WARPS + (REGISTERS ? 128 : 32))  // registers are given away by whole warpgroups
+#define CONSUMERS (32 * WARPS)
+#define ROWS (64 * GROUPS_OF_WARPS)
+#define TOKENS (TOKENS_N * TOKENS_B)
+#define X_HALF (TOKENS * 128)  // 64 columns of x, a row of 128 bytes a token
+#define SCALE_TILE (8 * ROW_SCALE_BYTES)
+#define ZERO_TILE (8 * ROW_ZERO_BYTES)
+#define GROUP_BYTES (4 * (TILE_BYTES + SCALE_TILE + ZERO_TILE))  // what a warpgroup reads of a chunk: codes, scales, zeros
+#define STAGE_BYTES (2 * X_HALF + GROUPS_OF_WARPS * GROUP_BYTES)
+#define RING_BYTES (STAGES * STAGE_BYTES)
+#define SUM_STRIDE (ROWS + 4)  // of a token's sums: spreads a warp's stores over the banks
+
+struct Arguments {
+  TensorMap x;  // [M, K], boxes of TOKENS x 64
+  const char *codes, *scale, *zero;
+  const float *tensor_scale;
+  const unsigned short *bias;
+  unsigned short *y;
+  int M, N, blocks, chunks, slice, shift, token_tiles;
+  float factor;
+};
+
+// The A operands of a half's four steps: elements, times their scales unless those are left to the end.
+template <int HALF> __device__ __forceinline__ void operands(u32 (*a)[4], const Tile &tile) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int j = HALF * 4 + i, group = j * GROUPS / STEPS;
+    u32 terms[2], scales[2] = {};
+    tile.terms(group, terms);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = r * GROUPS + group;
+      if (INT_TAKES_SCALE) {
+        scales[r] = __byte_perm(tile.scale[at / 2], 0, at & 1 ? 0x3232 : 0x1010);
+        terms[r] = mul2(scales[r], SIGN | POWER(INT_SCALE_UP + BITS - X_BIAS - X_MANTISSA));
+      } else if (!FOLD && !ROW_SCALE) {
+        scales[r] = SPLAT(float_x(scale_value(tile.scale, at) * __uint_as_float((127 + SCALE_UP) << 23)));
+      }
+    }
+    decode_step(tile.codes, j, terms, scales, nullptr, a[i]);
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      if (!FOLD && !ROW_SCALE && !INT_TAKES_SCALE) a[i][p] = mul2(a[i][p], scales[p & 1]);
+  }
+}
+
+// Where warpgroup `group` finds its part of the weight; x's tiles, aligned for the swizzle, lie before all of them.
+__device__ __forceinline__ u32 weights_at(u32 base, u32 stage, u32 group) {
+  return base + STAGES * (2 * X_HALF) + (stage * GROUPS_OF_WARPS + group) * GROUP_BYTES;
+}
+
+// The feeding warp: lane i < GROUPS_OF_WARPS copies what warpgroup i reads.
+__device__ __forceinline__ void feed(const Arguments &p, u32 base, u32 full, u32 empty, int block, int token0, int first,
+                                     int last, int lane) {
+  const int mine = min(block + lane, p.blocks - 1), groups = ((p.chunks - 1) >> p.shift) + 1;
+  const char *codes = p.codes + (long long)mine * p.chunks * (4 * TILE_BYTES);
+  const char *scale = p.scale + (long long)mine * groups * (4 * SCALE_TILE);
+  const char *zero = p.zero + (long long)mine * groups * (4 * ZERO_TILE);
+  if (lane < GROUPS_OF_WARPS)
+    for (int chunk = first; chunk < min(first + STAGES, last); ++chunk)
+      prefetch_bulk<4 * TILE_BYTES>(codes + (u32)(chunk * 4 * TILE_BYTES));
+  wait_for_previous();
+  u32 stage = 0, phase = 1;
+#pragma unroll 1
+  for (int chunk = first; chunk < last; ++chunk) {
+    barrier_wait(empty + stage * 8, phase);
+    const u32 x = base + stage * (2 * X_HALF), slot = weights_at(base, stage, lane), arrived = full + stage * 8;
+    if (lane == 0) {
+      barrier_expect(arrived, STAGE_BYTES);
+      bulk_tensor(x, &p.x, chunk * COLUMNS, token0, arrived);
+      bulk_tensor(x + X_HALF, &p.x, chunk * COLUMNS + COLUMNS / 2, token0, arrived);
+    }
+    __syncwarp();
+    if (lane < GROUPS_OF_WARPS) {
+      const u32 group = chunk >> p.shift;
+      bulk_copy<4 * TILE_BYTES>(slot, codes + (u32)(chunk * 4 * TILE_BYTES), arrived);
+      if (SCALE_TILE) bulk_copy<4 * SCALE_TILE>(slot + 4 * TILE_BYTES, scale + group * (4 * SCALE_TILE), arrived);
+      if (ZERO_TILE) bulk_copy<4 * ZERO_TILE>(slot + 4 * (TILE_BYTES + SCALE_TILE), zero + group * (4 * ZERO_TILE), arrived);
+    }
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+}
+
+// sum += the products of 64 columns, started and left running; what was started before is done afterwards.
+template <int HALF>
+__device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[4], const Tile &tile, u32 x) {
+  operands<HALF>(a, tile);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");  // made before the fence
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4 * TOKENS_B; ++i)
+    wgmma(sum[i % TOKENS_B], a[i / TOKENS_B],
+          row_descriptor(x + HALF * X_HALF + i % TOKENS_B * TOKENS_N * 128 + i / TOKENS_B * 32));
+  wgmma_commit();
+  wgmma_wait<1>();
+}
+
+// A consumer warp: sum += its rows' products over the chunks of the slice.
+__device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty,
+                                        int first, int last, int warp, int lane) {
+  u32 a[4][4], b[4][4], stage = 0, phase = 0, before = STAGES;  // the last barrier is for the stage that never was
+  const u32 in_group = warp % 4, row = in_group * 8 + lane / 4;
+#pragma unroll 1
+  for (int chunk = first; chunk < last; ++chunk) {
+    const u32 x = base + stage * (2 * X_HALF), mine = weights_at(base, stage, warp / 4);
+    Tile tile;
+    barrier_wait(full + stage * 8, phase);
+    tile.read_codes(mine + in_group * TILE_BYTES, lane);
+    if (SCALE_TILE) read_row<SCALE_BYTES>(tile.scale, mine + 4 * TILE_BYTES + row * SCALE_BYTES);
+    if (ZERO_TILE) read_row<ZERO_BYTES>(tile.zero, mine + 4 * (TILE_BYTES + SCALE_TILE) + row * ZERO_BYTES);
+    start_half<0>(sum, a, tile, x);
+    if (lane == 0) barrier_arrive(empty + before * 8);  // nothing reads the stage before any more
+    start_half<1>(sum, b, tile, x);
+    before = stage;
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+  wgmma_wait<0>();
+}
+
+__device__ __forceinline__ void store(const Arguments &p, u32 sums, int row0, int token0, int rank) {
+  const float factor = p.factor * (p.tensor_scale ? *p.tensor_scale : 1.f);
+  const int row = threadIdx.x % ROWS, n = row0 + row;
+  if (threadIdx.x >= CONSUMERS || n >= p.N) return;
+  const float scale = (ROW_SCALE ? row_scale(p.scale, n) : 1.f) * factor, shift = p.bias ? x_float(p.bias[n]) : 0.f;
+#pragma unroll 4
+  for (int i = threadIdx.x / ROWS; i < TOKENS / CLUSTER; i += CONSUMERS / ROWS) {
+    const int column = rank * (TOKENS / CLUSTER) + i, token = token0 + column;
+    const u32 from = sums + (column * SUM_STRIDE + row) * 4;
+    float total = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) total += CLUSTER > 1 ? read_remote(from, r) : read_own(from);
+    if (token < p.M) p.y[(long long)token * p.N + n] = float_x(total * scale + shift);
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
+    linear_tile(const __grid_constant__ Arguments p) {
+  extern __shared__ __align__(1024) char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x / CLUSTER;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int token0 = block % p.token_tiles * TOKENS, row0 = block / p.token_tiles * ROWS;
+  const int first = rank * p.slice, last = max(first, min(first + p.slice, p.chunks));
+  const u32 start = shared_address(shared), base = (start + 1023) & ~1023u;  // the swizzle repeats after 1024 bytes
+  const u32 full = base + RING_BYTES, empty = full + STAGES * 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 1);
+    for (int i = 0; i <= STAGES; ++i) barrier_init(empty + i * 8, WARPS);
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    keep_registers<24, REGISTERS != 0, false>();
+    if (warp == WARPS) feed(p, base, full, empty, row0 / 64, token0, first, last, lane);
+    launch_dependents();
+  } else {
+    keep_registers<REGISTERS, REGISTERS != 0, true>();
+    float sum[TOKENS_B][TOKENS_N / 2] = {};
+    consume(sum, base, full, empty, first, last, warp, lane);
+    wait_for_previous();
+    // Not earlier: blocks of the next kernel would take the places left on some processors and crowd there.
+    launch_dependents();
+    consumers_sync<CONSUMERS>();  // every copy has arrived and been read: the ring's memory now takes the sums
+    float *mine = (float *)(shared + (base - start)) + (lane % 4 * 2) * SUM_STRIDE + warp * 16 + lane / 4;
+#pragma unroll
+    for (int b = 0; b < TOKENS_B; ++b)
+#pragma unroll
+      for (int i = 0; i < TOKENS_N / 2; ++i)
+        mine[(b * TOKENS_N + i / 4 * 8 + (i & 1)) * SUM_STRIDE + (i >> 1 & 1) * 8] = sum[b][i];
+  }
+  if (CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  store(p, base, row0, token0, rank);
+  if (CLUSTER > 1) cluster_sync();  // nobody leaves while its sums are still being read
+}
