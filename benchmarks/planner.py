@@ -94,11 +94,13 @@ class Cell:
         return self.predicted / self.measured - 1
 
 
-def scheme_of(name: str) -> str | None:
-    """The scheme that a result's row is of: its own name, or the 16-bit-activation scheme of a weight format."""
+def scheme_of(name: str, activation: str | None = None) -> str | None:
+    """The scheme that a result's row is of: by its own name, or by its weight's and its activation's format."""
     if name == plan.ORIGINAL or name in SCHEMES:
         return name
-    return next((s.name for s in SCHEMES.values() if s.weight.name == name and s.activation is None), None)
+    wanted = (name, activation or None)
+    formats = {s.name: (s.weight.name, s.activation.name if s.activation else None) for s in SCHEMES.values()}
+    return next((scheme for scheme, pair in formats.items() if pair == wanted), None)
 
 
 def measured(paths: Iterable[Path]) -> list[Timing]:
@@ -108,7 +110,7 @@ def measured(paths: Iterable[Path]) -> list[Timing]:
         found = json.loads(path.read_text(encoding="utf-8"))
         for row in found if isinstance(found, list) else found.get("rows", found.get("cells", [])):
             n, k = (row["n"], row["k"]) if "n" in row else row["shape"]
-            name = scheme_of(str(row.get("scheme", row.get("format", row.get("fmt", "")))))
+            name = scheme_of(str(row.get("scheme", row.get("format", row.get("fmt", "")))), row.get("activation"))
             times = {name: row.get("us"), plan.ORIGINAL: row.get("base", row.get("bf16_us"))}
             for scheme, us in times.items():
                 if scheme and us:
