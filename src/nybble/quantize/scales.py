@@ -67,6 +67,11 @@ def largest(blocks: Tensor) -> Tensor:
     return blocks.abs().amax((-3, -1))
 
 
+def divide(a: Tensor, b: float) -> Tensor:
+    """a / b, rounded once on every device: torch on CUDA multiplies by the reciprocal when b is a Python number."""
+    return a / a.new_full((), b)
+
+
 def store(scale: Tensor, fmt: BlockFormat) -> Tensor:
     """The stored form of proposed scales (uint8 codes or the native dtype), never zero.
 
@@ -92,12 +97,12 @@ def _special_scales(fmt: BlockFormat) -> tuple[float, float, bool]:
 
 def amax(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:
     """a / E."""
-    return Proposal(largest(blocks) / fmt.element.max)
+    return Proposal(divide(largest(blocks), fmt.element.max))
 
 
 def amax_half_range(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:
     """a / ((high - low) / 2)."""
-    return Proposal(largest(blocks) / ((fmt.element.max - fmt.element.min) / 2))
+    return Proposal(divide(largest(blocks), (fmt.element.max - fmt.element.min) / 2))
 
 
 def minmax(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:
@@ -107,7 +112,7 @@ def minmax(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Prop
         raise BadInput(f"rule 'minmax' gives zero points, and {fmt.name} stores none")
     low, high = blocks.amin((-3, -1)).clamp(max=0), blocks.amax((-3, -1)).clamp(min=0)
     # Halves keep the difference of two values near the end of float32 finite; powers of two round nothing.
-    scale = (high / 2 - low / 2) / (element.high - element.low) * 2
+    scale = divide(high / 2 - low / 2, element.high - element.low) * 2
     stored = elements.decode(fmt.scale, store(scale, fmt))
     zero = (element.low - (low / stored).round()).nan_to_num(0).clamp(element.low, element.high)
     return Proposal(scale, zero.to(torch.int8))
@@ -192,7 +197,7 @@ def encode_centric(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None)
 
 def two_level(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:
     """encode * (a / E), each operation rounded to float32, in compressed-tensors' order."""
-    return Proposal(_tensor(fmt, tensor).encode * (largest(blocks) / fmt.element.max))
+    return Proposal(_tensor(fmt, tensor).encode * divide(largest(blocks), fmt.element.max))
 
 
 def four_over_six(blocks: Tensor, fmt: BlockFormat, tensor: TensorScale | None) -> Proposal:
@@ -247,7 +252,7 @@ def tensor_scale(name: str, fmt: BlockFormat, a: Tensor) -> TensorScale | None:
         encode = torch.full_like(a, fmt.element.max)
     else:
         target = FOUR_OVER_SIX_TARGET if name == "four_over_six" else fmt.target
-        encode = torch.where(a == 0, 1.0, (target * fmt.element.max / a).clamp(max=_MAX_ENCODE))
+        encode = torch.where(a == 0, 1.0, (torch.full_like(a, target * fmt.element.max) / a).clamp(max=_MAX_ENCODE))
     return TensorScale(encode, 1 / encode)
 
 
