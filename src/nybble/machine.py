@@ -42,8 +42,8 @@ class Machine:
 
     def sentence(self) -> str:
         """One line for people."""
-        unit = "multiprocessors" if self.device == "cuda" else "threads"
-        parts = [self.name, f"{self.units} {unit}", f"{self.memory / 2**30:.0f} GiB"]
+        unit = "multiprocessor" if self.device == "cuda" else "thread"
+        parts = [self.name, f"{self.units} {unit}{'s' * (self.units != 1)}", f"{self.memory / 2**30:.0f} GiB"]
         if self.capability:
             parts.append("compute capability {}.{}".format(*self.capability))
         parts += [", ".join(self.features)] if self.features else []

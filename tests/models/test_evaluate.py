@@ -214,6 +214,19 @@ def test_no_speed_for_a_wrong_kernel(
         decode.race({"W8A16": changed}, windows[0][:7], tokens=2, rounds=1)
 
 
+def test_a_restless_model_is_measured_by_its_own_unrest(
+    model: nn.Module, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = quantize_(copy.deepcopy(model), "W8A16")
+    monkeypatch.setattr(decode, "AGREEMENT", dict.fromkeys(decode.AGREEMENT, 0.0))
+    (speed,) = decode.race({"W8A16": changed}, windows[0][:7], tokens=4, rounds=1).values()
+    assert 0 < speed.error < 1e-4
+    forward = QuantLinear.forward
+    monkeypatch.setattr(QuantLinear, "forward", lambda self, x: forward(self, x) * 1.05)
+    with pytest.raises(Mismatch):
+        decode.race({"W8A16": changed}, windows[0][:7], tokens=4, rounds=1)
+
+
 def test_no_speed_for_a_cache_that_forgets(
     model: nn.Module, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,11 @@ from nybble.survey.rows import Result, Row
 
 _HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "path")
 
+_GGUF = (
+    "The model comes from a GGUF file, which may hold fewer than 16 bits a weight itself: the original here are its "
+    "weights expanded, and every scheme rounds those."
+)
+
 
 def write_all(result: Result, directory: Path, max_kl: float | None = None) -> None:
     """Write both files into the folder, each in one step."""
@@ -56,6 +61,7 @@ def page(result: Result, max_kl: float | None = None) -> str:
         "parameters": f"{original.parameters / 1e6:.0f}",
         "quality_dtype": original.quality_dtype,
         "decode_dtype": original.decode_dtype,
+        "source": _GGUF if any(".gguf " in line for line in identity.files) else "",
         "version": identity.nybble,
         "method": ", ".join(sorted({row.method for row in result.rows})),
         "seed": str(identity.seed),
