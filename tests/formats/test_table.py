@@ -64,6 +64,13 @@ def test_a_family_member_is_made_on_demand(name: str, element: str, group: int, 
     assert (row.name, row.element.name, row.block, row.zero_point) == (name, element, (1, group), zero_point)
 
 
+def test_scales_in_another_width_have_a_name() -> None:
+    row = block("int4_g128_fp16")
+    assert (row.name, row.scale.name, row.element.name) == ("int4_g128_fp16", "fp16", "int4")
+    assert table.with_scale(block("int4_g128"), table.FP16) == row
+    assert table.with_scale(block("int4_g128"), table.BF16) is block("int4_g128")
+
+
 @pytest.mark.parametrize("name", ["int9_g32", "int4_g0", "nf4_channel", "fp8_g128_asym", "nvpf4", ""])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(UnknownName, match="unknown format"):

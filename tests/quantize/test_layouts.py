@@ -33,6 +33,14 @@ def test_more_and_fewer_axes() -> None:
     assert torch.equal(DENSE.unpack(DENSE.pack(c[0, 0, 0], 3), (33,), 3), c[0, 0, 0])
 
 
+def test_storage_with_odd_strides() -> None:
+    c = codes(8, 8, 4)
+    packed = DENSE_INT32.pack(c, 4)
+    odd = packed.t().contiguous().t()
+    assert odd.shape == (8, 1)
+    assert torch.equal(DENSE_INT32.unpack(odd, (8, 8), 4), c)
+
+
 def test_nibbles_put_the_even_column_low() -> None:
     c = torch.arange(16, dtype=torch.uint8)[None]
     assert DENSE.pack(c, 4)[0].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]

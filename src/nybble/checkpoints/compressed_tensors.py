@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -350,7 +350,7 @@ def _read_scale(name: str, fmt: BlockFormat, shape: tuple[int, int], tensors: Le
     wide = next((f for f in (table.FP16, table.BF16, table.FP32) if _native(f) == stored), None)
     if wide is None:
         raise Unsupported(f"{name}: scales in {stored} are not read")
-    return replace(fmt, name=f"{fmt.name}_{wide.name}", scale=wide), scale
+    return table.with_scale(fmt, wide), scale
 
 
 def _native(fmt: ElementFormat) -> torch.dtype:

@@ -98,7 +98,7 @@ def quantize(options: argparse.Namespace) -> None:
     _hush()
     model = load(options.model, device)
     tokenizer = load_tokenizer(options.model)
-    check_saveable(model, scheme, options.ignore)
+    check_saveable(model, scheme, options.ignore, options.method)
     batches = _calibration(tokenizer, device, learns) if learns or scheme.static_input_scale else None
     quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches)
     dtype = options.dtype or ("bfloat16" if resolve(options.model).kind == "gguf" else None)

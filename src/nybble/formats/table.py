@@ -1,13 +1,14 @@
 """THE TABLE: one row per format. A new format is one row here; limits, tests and documents follow from it.
 
 Families whose members differ by a number (a group length, a count of bits) are functions that return a row, and
-`get` knows their grammar: `int4_g128`, `int3_g64_asym`, `int8_channel`, `fp8_g128`, `nf4_g64` …
+`get` knows their grammar: `int4_g128`, `int3_g64_asym`, `int8_channel`, `fp8_g128`, `nf4_g64`, `int4_g128_fp16` …
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from nybble.errors import UnknownName
@@ -160,11 +161,22 @@ def _family(name: str) -> BlockFormat | None:
     return table_group(ELEMENTS[table], int(group)) if table else fp8(f"g{group}", (1, int(group)))
 
 
+def with_scale(fmt: BlockFormat, scale: ElementFormat) -> BlockFormat:
+    """The same format with its scales in another wide float, as some checkpoints store them: `int4_g128_fp16`."""
+    return fmt if scale == fmt.scale else replace(fmt, name=f"{fmt.name}_{scale.name}", scale=scale)
+
+
+def _rescaled(name: str) -> BlockFormat | None:
+    base, _, scale = name.rpartition("_")
+    row = BLOCKS.get(base) or _family(base)
+    return with_scale(row, ELEMENTS[scale]) if row and scale in ("fp16", "bf16", "fp32") else None
+
+
 @cache
 def get(name: str) -> ElementFormat | BlockFormat:
     """The row called `name` (case and dashes do not matter); an unknown name raises UnknownName with the nearest."""
     key = name.lower().replace("-", "_")
-    row = BLOCKS.get(key) or ELEMENTS.get(key) or _family(key)
+    row = BLOCKS.get(key) or ELEMENTS.get(key) or _family(key) or _rescaled(key)
     if row is None:
         raise UnknownName("format", name, names())
     return row

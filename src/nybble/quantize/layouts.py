@@ -100,7 +100,8 @@ class BitStream(Layout):
     def unpack(self, packed: Tensor, shape: Shape, bits: int) -> Tensor:
         if bits == 8 and self == DENSE:
             return packed.view(shape)
-        stream = packed.contiguous().view(torch.uint8)
+        # Flat first: contiguous() keeps the odd strides of axes of length 1, which a view as bytes refuses.
+        stream = packed.flatten().view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * self.word)
         group, group_bytes = _group(bits)
         groups = math.ceil(shape[-1] / group)
         grouped = _pad(stream, groups * group_bytes).unflatten(-1, (groups, group_bytes))
