@@ -1,8 +1,8 @@
 """The museum of cheats and the honest kernels: what there is, read from the files without importing them.
 
 A file has `PROBLEM` (a file's stem in tests/problems) and, as classes, variants of a kernel; a class may name another
-PROBLEM. `OWN_KERNELS` asks for own kernels, `NEEDS` names a program, `DEVICE` is "cuda" for what only a GPU shows. The number
-of a cheat's kind is in its file's name.
+PROBLEM. `OWN_KERNELS` asks for own kernels, `NEEDS` names a program, `DEVICE` is "cuda" for what only a GPU shows.
+The number of a cheat's kind is in its file's name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _in_file(file: Path) -> list[Exhibit]:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "forward" in _methods(tree, node):
             problem = PROBLEMS / f"{_constants(node.body).get('PROBLEM', facts['PROBLEM'])}.py"
             number = int(kind[1]) if kind else 0
-            made.append(Exhibit(file, node.name, problem, number, facts.get("OWN_KERNELS", False), facts.get("DEVICE", "cpu")))
+            made.append(
+                Exhibit(file, node.name, problem, number, facts.get("OWN_KERNELS", False), facts.get("DEVICE", "cpu"))
+            )
     return made
 
 

@@ -1,9 +1,10 @@
 """A grader as benchmarks usually have them, to show what the judge's checks buy.
 
-It follows KernelBench's rules: the candidate is imported into the grader's process, reference and candidate get the same
-seeded inputs (five trials, seeds derived from 42), torch.allclose with 1e-4 for float32 and 1e-2 for 16 bits decides, the first input
-of the problem is timed on the process's own clock, over and over. `python naive.py` reads lines "problem candidate:Name", forks for
-each, so that one candidate cannot disturb the next, and prints a line of JSON for each: {"passed", "speedup", "error"}.
+It follows KernelBench's rules: the candidate is imported into the grader's process, reference and candidate get the
+same seeded inputs (five trials, seeds derived from 42), torch.allclose with 1e-4 for float32 and 1e-2 for 16 bits
+decides, the first input of the problem is timed on the process's own clock, over and over. `python naive.py` reads
+lines "problem candidate:Name", forks for each, so that one candidate cannot disturb the next, and prints a line of
+JSON for each: {"passed", "speedup", "error"}.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Shown(torch.nn.Module):
 
 
 class Padded(torch.nn.Module):
-    """Pads the inner axis to a multiple of 16 by repeating the last column, which is only right where nothing is padded."""
+    """Pads the inner axis to a multiple of 16 by repeating the last column: right where nothing is padded."""
 
     def forward(self, a, b):
         more = -a.shape[1] % 16

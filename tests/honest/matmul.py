@@ -65,5 +65,7 @@ class Picky(torch.nn.Module):
 
     def forward(self, a, b):
         if a.shape != (96, 160) or b.shape != (160, 80) or not (a.is_contiguous() and b.is_contiguous()):
-            raise ValueError(f"this kernel takes contiguous [96, 160] and [160, 80], got {list(a.shape)} and {list(b.shape)}")
+            raise ValueError(
+                f"this kernel takes contiguous [96, 160] and [160, 80], got {list(a.shape)} and {list(b.shape)}"
+            )
         return a @ b

@@ -29,7 +29,9 @@ class Loops(torch.nn.Module):
         folder = tempfile.mkdtemp()
         with open(f"{folder}/product.c", "w") as file:
             file.write(SOURCE)
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{folder}/product.so", f"{folder}/product.c"], check=True)
+        subprocess.run(
+            ["cc", "-O2", "-shared", "-fPIC", "-o", f"{folder}/product.so", f"{folder}/product.c"], check=True
+        )
         self.library = ctypes.CDLL(f"{folder}/product.so")
 
     def forward(self, a, b):

@@ -34,11 +34,13 @@ BAD: dict[str, tuple[str, str, str]] = {
     "kills itself": (HEAD + "        import os; os.kill(os.getpid(), 11)\n", "crashed", "SIGSEGV"),
     "reads address 0": (HEAD + "        import ctypes; ctypes.string_at(0)\n", "crashed", "SIGSEGV"),
     "floods": (HEAD + "        while True: print('x' * 4000)\n", "crashed", "printed more than"),
-    "allocates": (HEAD + "        keep = []\n        while True: keep.append(bytearray(1 << 26))\n", "wrong", "MemoryError"),
-    "forks without end": (HEAD + "        import os, time\n        while True:\n            if os.fork() == 0: time.sleep(99)\n"
-                          "            time.sleep(0.01)\n", "crashed", "started more than"),
+    "allocates": (HEAD + "        keep = []\n        while True: keep.append(bytearray(1 << 26))\n",
+                  "wrong", "MemoryError"),
+    "forks without end": (HEAD + "        import os, time\n        while True:\n            if os.fork() == 0:"
+                          " time.sleep(99)\n            time.sleep(0.01)\n", "crashed", "started more than"),
     "closes everything": (HEAD + "        import os; os.closerange(3, 999)\n", "crashed", "during 'call'"),
-    "writes outside": (HEAD + "        open({target!r}, 'w').write('x')\n        return a @ b\n", "wrong", "PermissionError"),
+    "writes outside": (HEAD + "        open({target!r}, 'w').write('x')\n        return a @ b\n",
+                       "wrong", "PermissionError"),
     "returns None": (HEAD + "        return None\n", "wrong", "is a builtins.NoneType"),
     "returns a list": (HEAD + "        return (a @ b).tolist()\n", "wrong", "outputs for"),
     "returns numpy": (HEAD + "        return (a @ b).numpy()\n", "wrong", "numpy.ndarray"),
@@ -65,8 +67,10 @@ def test_a_verdict_with_a_reason(name: str, verdict_of: Callable[..., Verdict], 
 
 
 def test_children_end_with_the_verdict(verdict_of: Callable[..., Verdict], zygote: Zygote) -> None:
-    escape = "        import os, time\n        if os.fork() == 0:\n            os.setsid()\n            time.sleep(99)\n        return a @ b\n"
-    verdict_of(HEAD + escape)
+    escape = (
+        "        import os, time\n        if os.fork() == 0:\n            os.setsid()\n            time.sleep(99)\n"
+    )
+    verdict_of(HEAD + escape + "        return a @ b\n")
     time.sleep(0.05)
     assert descendants(zygote.process.pid) == []
 

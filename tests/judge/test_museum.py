@@ -1,6 +1,6 @@
 """Every cheat is caught, by the check that is there for it; every honest kernel is let through.
 
-One seed here; tools/judge_table.py runs twenty, and writes docs/why/judge.md.
+One seed here; benchmarks/judge.py runs twenty, and writes docs/why/judge.md.
 """
 
 from __future__ import annotations

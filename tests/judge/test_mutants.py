@@ -1,7 +1,7 @@
 """The judge's own tests can fail: ten bugs planted in its checks, each of which changes a verdict that a test asks for.
 
-A mutant is a replacement of one function or constant. `FLIPS` names the exhibit whose verdict the museum's tests ask for, and that the
-mutant turns: a cheat that is then called correct, or an honest kernel that is then rejected.
+A mutant is a replacement of one function or constant. `FLIPS` names the exhibit whose verdict the museum's tests ask
+for, and that the mutant turns: a cheat that is then called correct, or an honest kernel that is then rejected.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ Plant = Callable[[pytest.MonkeyPatch], Any]
 
 def _set(owner: Any, name: str, value: Any) -> Plant:
     return lambda patch: patch.setattr(owner, name, value)
+
+
+def _slack(value: float) -> Plant:
+    tables = (agreement._SLACK_TOTAL, agreement._SLACK_WORST)
+    return lambda patch: [patch.setitem(table, torch.float32, value) for table in tables]
 
 
 def _ignore_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -52,19 +57,21 @@ FLIPS: dict[str, tuple[list[str], Plant, str]] = {
     "the first weights are given again": (["weights"], _forget_state, "k16_in_advance.Folded"),
     "inputs come from a known seed": (["as_given"], _shared_seed, "k19_reads.Seeds"),
     "float32 gets the slack of 2^18": (
-        ["as_given"], lambda p: [p.setitem(t, torch.float32, 2.0**18) for t in (agreement._SLACK_TOTAL, agreement._SLACK_WORST)],
+        ["as_given"], _slack(2.0**18),
         "k11_precision.Bfloat16"),
-    "a distance below 5 % counts as none": (["as_given"], _set(agreement, "distance", _compare_without_worst), "k11_precision.TensorFloat"),
+    "a distance below 5 % counts as none": (
+        ["as_given"], _set(agreement, "distance", _compare_without_worst), "k11_precision.TensorFloat"),
     "NaN is no difference": (["poison"], _set(trial, "complaint", lambda y, b: None), "k05_stale.Tail"),
     "only the given distribution is asked": (["values"], _set(cases, "DRAWS", {}), "k10_dead_branch.Copy"),
     "sizes are not varied": (["shapes"], _set(cases, "shapes", lambda task, seed: iter(())), "k12_shape.Blocks"),
     "strides are not varied": (["shapes"], _set(cases, "strides", lambda task, seed: iter(())), "k12_shape.Contiguous"),
     "inputs are not compared": (["kept"], _set(kept, "same", lambda a, b: True), "k08_spoils.Zeroes"),
     "no slack for the order of summation": (
-        ["as_given"], lambda p: [p.setitem(t, torch.float32, 0.5) for t in (agreement._SLACK_TOTAL, agreement._SLACK_WORST)],
+        ["as_given"], _slack(0.5),
         "matmul.OneByOne"),
     "equality is asked of every float": (
-        ["as_given"], _set(problem, "budget", lambda r, h, s=None, u=True, e=False: Budget(r, h.dtype, 0.0, 0.0, True)), "linear_relu.Blocks"),
+        ["as_given"], _set(problem, "budget", lambda r, h, *rest: Budget(r, h.dtype, 0.0, 0.0, True)),
+        "linear_relu.Blocks"),
     "structure is not respected": (["values"], _set(cases, "structured", lambda v: False), "layers.LowerOnly"),
 }  # fmt: skip
 

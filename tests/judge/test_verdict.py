@@ -20,7 +20,9 @@ def _said(verdict: Verdict) -> list[tuple[str, str, str, dict[str, str]]]:
     return [(f.check, f.status, f.what, dict(f.evidence)) for f in verdict.findings if f.check != "timed"]
 
 
-@pytest.mark.parametrize("label", ["k11_precision.TensorFloat", "k06_cache.Sampled", "k12_shape.Padded", "k10_dead_branch.Copy"])
+@pytest.mark.parametrize(
+    "label", ["k11_precision.TensorFloat", "k06_cache.Sampled", "k12_shape.Padded", "k10_dead_branch.Copy"]
+)
 def test_a_verdict_replays_from_its_seed(label: str, verdict_on: Callable[..., Verdict]) -> None:
     first = verdict_on(CHEATS[label], seed=None)
     again = verdict_on(CHEATS[label], seed=first.seed)
@@ -46,7 +48,8 @@ def test_the_evidence_can_be_followed(verdict_on: Callable[..., Verdict]) -> Non
 
 
 def test_text_json_and_page_agree(verdict_of: Callable[..., Verdict]) -> None:
-    source = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n        raise ValueError('<script>')\n"
+    head = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
+    source = head + "        raise ValueError('<script>')\n"
     verdict = verdict_of(source)
     assert json.loads(json.dumps(verdict.as_dict()))["status"] == verdict.status == "wrong"
     assert "WRONG" in verdict.text()
@@ -84,7 +87,9 @@ def test_the_gravest_finding_decides(statuses: list[str], word: str) -> None:
 
 
 def test_functions_are_judged_too(zygote: Zygote, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "p.py").write_text("import torch\ndef double(x): return 2 * x\ndef get_inputs(): return [torch.randn(8, 9)]\n")
+    (tmp_path / "p.py").write_text(
+        "import torch\ndef double(x): return 2 * x\ndef get_inputs(): return [torch.randn(8, 9)]\n"
+    )
     (tmp_path / "c.py").write_text("def double(x): return x + x\ndef triple(x): return x + x + x\n")
     right = judge(f"{tmp_path}/p.py:double", f"{tmp_path}/c.py", zygote=zygote, rounds=1, seed=1)
     wrong = judge(f"{tmp_path}/p.py:double", f"{tmp_path}/c.py:triple", zygote=zygote, rounds=1, seed=1)

@@ -1,8 +1,8 @@
 """The command line: one thin function a command, and one way to end.
 
 Exit codes: 0 done, 1 an error of nybble itself (with its traceback), 2 something in the request that cannot be worked
-with (one message, no traceback), 130 stopped by Ctrl-C. Commands are imported when they run, so that `nybble --help`
-and `nybble formats` load no torch.
+with (one message, no traceback), 3 judged and not correct, 130 stopped by Ctrl-C. Commands are imported when they
+run, so that `nybble --help` and `nybble formats` load no torch.
 """
 
 from __future__ import annotations
@@ -191,6 +191,20 @@ def _add_machine(p: _Parser) -> None:
     p.set_defaults(run=_late("nybble.cli.plan", "machine"))
 
 
+def _add_judge(p: _Parser) -> None:
+    p.add_argument("problem", metavar="PROBLEM", help="FILE.py with Model and get_inputs; FILE.py:FUNCTION")
+    p.add_argument("candidate", metavar="CANDIDATE", help="FILE.py with ModelNew; FILE.py:NAME; MODULE:NAME")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    p.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, with the evidence")
+    p.add_argument("--baseline", default="eager", metavar="NAMES", help="eager,compile,graph (default: eager)")
+    p.add_argument("--seed", type=int, help="of an earlier verdict: the same questions again (default: a new one)")
+    p.add_argument("--checks", metavar="NAMES", help="only these, separated by commas (default: all)")
+    p.add_argument("--own-kernels", action="store_true", help="handing the work to the framework is cheating")
+    p.add_argument("--rounds", type=_count, default=8, help="of timing (default: 8)")
+    _add_device(p)
+    p.set_defaults(run=_late("nybble.cli.judge", "judge"))
+
+
 def _add_bench(p: _Parser) -> None:
     p.add_argument("rest", nargs=argparse.REMAINDER, help="see nybble bench --help")
 
@@ -208,6 +222,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
     "ops": ("tell which implementation of an op runs here, and why not the others", _add_ops),
     "plan": ("predict every scheme's speed on a machine, before trying", _add_plan),
     "machine": ("show the rates that predictions rest on, or measure this machine's", _add_machine),
+    "judge": ("tell whether a kernel is right, and then how fast it is", _add_judge),
     "bench": ("time our kernels beside their rivals", _add_bench),
 }
 

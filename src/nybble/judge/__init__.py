@@ -3,8 +3,9 @@
     from nybble.judge import judge
     print(judge("problem.py", "candidate.py").text())
 
-The candidate runs in a process of its own (isolate.py), is asked many questions (trial.py, cases.py) by checks that each stand for a
-way of fooling a benchmark (checks/), and is measured against a budget of error that honest code sets (agreement.py).
+The candidate runs in a process of its own (isolate.py), is asked many questions (trial.py, cases.py) by checks that
+each stand for a way of fooling a benchmark (checks/), and is measured against a budget of error that honest code sets
+(agreement.py).
 """
 
 from __future__ import annotations

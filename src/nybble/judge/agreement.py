@@ -1,9 +1,10 @@
 """How near a result must be: a budget measured on honest code of the same precision, never a fixed tolerance.
 
-The reference is computed in float64 from inputs as they are in the problem's dtype. The framework's own result in that
-dtype has some error against it, and inputs moved by one float32 rounding move the result by some amount (the condition of the
-problem, below which no algorithm need go). A candidate may have a small multiple of the larger (another order of summation,
-another exponential), but not the thousandfold that computing in fewer bits costs. Two measures, both free of scale:
+The reference is computed in float64 from inputs as they are in the problem's dtype. The framework's own result in
+that dtype has some error against it, and inputs moved by one float32 rounding move the result by some amount (the
+condition of the problem, below which no algorithm need go). A candidate may have a small multiple of the larger
+(another order of summation, another exponential), but not the thousandfold that computing in fewer bits costs. Two
+measures, both free of scale:
 
     total   ||y - r|| / ||r||                                             the whole tensor
     worst   max_i |y_i - r_i| / (|r_i| + rms(row of i) + rms(all) / 16)   one element that the norm would hide
@@ -108,9 +109,8 @@ def budget(
 
 def complaint(y: Tensor, allowed: Budget) -> dict[str, str] | None:
     """None when y is within the budget; otherwise where it is not, with the values seen and expected."""
-    if allowed.exact:
-        if torch.equal(y.cpu(), allowed.reference.to(y.dtype).cpu()):
-            return None
+    if allowed.exact and torch.equal(y.cpu(), allowed.reference.to(y.dtype).cpu()):
+        return None
     seen = distance(y, allowed.reference)
     if not allowed.exact and seen.total <= allowed.total and seen.worst <= allowed.worst:
         return None

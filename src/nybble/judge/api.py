@@ -36,7 +36,8 @@ def judge(
     """Judge a candidate.
 
     Args:
-        problem: FILE.py with Model, get_inputs and get_init_inputs; or FILE.py:FUNCTION or MODULE:FUNCTION beside a get_inputs.
+        problem: FILE.py with Model, get_inputs and get_init_inputs; or FILE.py:FUNCTION or MODULE:FUNCTION beside a
+        get_inputs.
             It is trusted: it runs in this process.
         candidate: FILE.py with ModelNew, FILE.py:NAME or MODULE:NAME. It runs in a process of its own.
         device: "cpu" or "cuda".
@@ -69,15 +70,18 @@ def judge(
         path = str(Path(path).resolve())
     with _starter(zygote, device) as starter:
         process = Candidate(starter, str(Path(path).parent) if path.endswith(".py") else "", limits or Limits())
-        trial = Trial(task, process, path, name, device, own_kernels=own_kernels, rounds=rounds, baselines=tuple(baselines),
-                      foreign=_foreign(task) - {path})  # fmt: skip
+        trial = Trial(
+            task, process, path, name, device, own_kernels=own_kernels, rounds=rounds, baselines=tuple(baselines),
+            foreign=_foreign(task) - {path},
+        )  # fmt: skip
         findings = _try(trial, chosen, seed, stop)
     status = decide(findings)
     race = trial.race if status == "correct" else None
     return Verdict(
         status, tuple(findings), trial.seed, problem, candidate, device,
-        speeds=race.speeds() if race else (), ratios=race.ratios() if race else {}, roofline=race.share if race else None,
-        resolution=race.resolution if race else 0.0, seconds=time.monotonic() - begun,
+        speeds=race.speeds() if race else (), ratios=race.ratios() if race else {},
+        roofline=race.share if race else None, resolution=race.resolution if race else 0.0,
+        seconds=time.monotonic() - begun,
     )  # fmt: skip
 
 

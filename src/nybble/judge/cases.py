@@ -27,7 +27,9 @@ def structured(value: Tensor) -> bool:
         return True
     if value.ndim >= 2 and value.shape[-1] == value.shape[-2] > 1 and torch.equal(value, value.mT):
         return True
-    return float((value == 0).double().mean()) > 1 / 16 or value.double().unique().numel() < min(value.numel(), 1024) / 8
+    return (
+        float((value == 0).double().mean()) > 1 / 16 or value.double().unique().numel() < min(value.numel(), 1024) / 8
+    )
 
 
 def _normal(v: Tensor, g: Generator) -> Tensor:
@@ -98,7 +100,11 @@ def _other_weight(value: Tensor, g: Generator) -> Tensor:
         return value.clone()
     flat = value.cpu().float().reshape(-1)
     if bool((flat == flat[0]).all()):
-        fresh = flat * (0.5 + torch.rand(flat.shape, generator=g)) if flat[0] else 0.5 * torch.randn(flat.shape, generator=g)
+        fresh = (
+            flat * (0.5 + torch.rand(flat.shape, generator=g))
+            if flat[0]
+            else 0.5 * torch.randn(flat.shape, generator=g)
+        )
     else:
         fresh = 1.5 * flat[torch.randperm(flat.numel(), generator=g)]
     return fresh.reshape(value.shape).to(value.dtype)
@@ -119,7 +125,7 @@ def shapes(problem: Problem, seed: int, most: int = 6) -> Iterator[Case]:
     g = torch.Generator().manual_seed(seed_of(seed, "resample"))
     sizes = sorted({n for v in tensors for n in v.shape if n > 1})
     asked = 0
-    for new in (lambda n: n - 1, lambda n: n + 1, lambda n: _prime_below(n), lambda n: 1):
+    for new in (lambda n: n - 1, lambda n: n + 1, _prime_below, lambda n: 1):
         for old in sizes:
             if asked == most:
                 return
@@ -146,7 +152,11 @@ def _prime_below(n: int) -> int:
 def strides(problem: Problem, seed: int) -> Iterator[Case]:
     """The same values in other places: transposed storage, every second element, rows with a gap."""
     base = problem.inputs(seed_of(seed, "strides"))
-    for name, lay in (("transposed storage", _transposed), ("every second element", _second), ("rows with gaps", _gaps)):
+    for name, lay in (
+        ("transposed storage", _transposed),
+        ("every second element", _second),
+        ("rows with gaps", _gaps),
+    ):
         yield Case(name, [lay(v) if isinstance(v, Tensor) and v.ndim else v for v in base])
 
 

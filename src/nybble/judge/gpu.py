@@ -1,9 +1,10 @@
 """The device's clock, read in the candidate's process; the judge holds it against its own.
 
-A call is timed between two events on the current stream and, over the same call, by the host until the *whole* device is idle. Work on
-another stream (cheat 1) ends before the first and after the second: an honest call's two times differ by the cost of a synchronisation only,
-which the baselines show. Before each call 256 MB are written, which empties the L2 cache, and lines that a kernel asked to keep
-(cudaAccessPolicyWindow, cheat 15) are given up. These functions are bound before the candidate is imported.
+A call is timed between two events on the current stream and, over the same call, by the host until the *whole* device
+is idle. Work on another stream (cheat 1) ends before the first and after the second: an honest call's two times
+differ by the cost of a synchronisation only, which the baselines show. Before each call 256 MB are written, which
+empties the L2 cache, and lines that a kernel asked to keep (cudaAccessPolicyWindow, cheat 15) are given up. These
+functions are bound before the candidate is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds a candidate's process in: limits of the kernel, a file system it cannot write to, a record of what it opens.
+"""What holds a candidate's process in: limits, a file system it cannot write to, a record of what it opens.
 
 All of it is set inside the child after the fork and before the candidate's first line. It stops accidents and the usual
 tricks, in Python and in native code: memory, processor time, written bytes (rlimits), writes outside the private folder

@@ -1,12 +1,12 @@
 """The judge's side of a candidate's process: start it, ask it, watch it, end it with all its children.
 
-The candidate never runs in the judge's process. It is a fork of a `zygote` (a process that has imported torch and nothing
-of the problem); it is given inputs through a socket and gives outputs back, while references, seeds, the clock and the
-verdict stay here. While an answer is awaited the judge drains what the candidate prints, notes which files it opens, counts
-its processes, and ends it at a limit.
+The candidate never runs in the judge's process. It is a fork of a `zygote` (a process that has imported torch and
+nothing of the problem); it is given inputs through a socket and gives outputs back, while references, seeds, the
+clock and the verdict stay here. While an answer is awaited the judge drains what the candidate prints, notes which
+files it opens, counts its processes, and ends it at a limit.
 
-What this does not stop: the candidate runs as the same user and may use the network, and native code may read files that
-Python's audit hook does not see. Against code written to harm, use a virtual machine.
+What this does not stop: the candidate runs as the same user and may use the network, and native code may read files
+that Python's audit hook does not see. Against code written to harm, use a virtual machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ from nybble.judge import wire
 _TICK = 0.1  # seconds between two looks at a candidate that has not answered
 _PRINTED_KEPT = 4000
 _RECORD_KEPT = 1 << 20
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CC", "CXX")
+_PASSED_ON = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "CC",
+    "CXX",
+)
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,9 @@ class Candidate:
             os.set_blocking(descriptor, False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()
         self._drain()
         self.channel.close()
@@ -222,9 +234,10 @@ class Candidate:
         return answer, back
 
     def _await(self, deadline: float, do: str) -> None:
+        channel = self.channel.fileno()
         while True:
-            ready, _, _ = select.select([self.channel, *self._pipes], [], [], _TICK)
-            if self.channel in ready:
+            ready, _, _ = select.select([channel, *self._pipes], [], [], _TICK)
+            if channel in ready:
                 return
             self._drain()
             if self._printed_bytes > self.limits.printed:
@@ -263,7 +276,9 @@ class Candidate:
             return Ended("crashed", f"left its process during {do!r} ({error})")
         if code < 0:
             name = signal.Signals(-code).name
-            return Ended("crashed", f"killed by {name} during {do!r}" if name != "SIGKILL" else f"gone during {do!r}: {error}")
+            return Ended(
+                "crashed", f"killed by {name} during {do!r}" if name != "SIGKILL" else f"gone during {do!r}: {error}"
+            )
         return Ended("crashed", f"ended its process with exit code {code} during {do!r}")
 
     def children(self) -> list[int]:
@@ -307,7 +322,12 @@ def _lives(pid: int) -> bool:
 
 def _known_folders() -> list[str]:
     """Where Python, its packages and compilers' headers live: reading there tells a candidate nothing."""
-    roots = {sys.prefix, sys.base_prefix, *(p for p in sys.path if "site-packages" in p), str(Path(__file__).parents[1])}
+    roots = {
+        sys.prefix,
+        sys.base_prefix,
+        *(p for p in sys.path if "site-packages" in p),
+        str(Path(__file__).parents[1]),
+    }
     return sorted(os.path.realpath(root) for root in roots)
 
 

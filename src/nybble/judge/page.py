@@ -8,10 +8,14 @@ from pathlib import Path
 from nybble.judge.verdict import Finding, Verdict
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; background: #fff }
-h1 span { padding: 0 .4em; border-radius: .2em; color: #fff; background: #a12622 } h1.correct span { background: #21703a }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top }
-th { font-weight: 600; white-space: nowrap } td { white-space: pre-wrap; overflow-wrap: anywhere } .note { color: #555 } code { font-size: 90% }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+body { color: #1a1a1a; background: #fff }
+h1 span { padding: 0 .4em; border-radius: .2em; color: #fff; background: #a12622 }
+h1.correct span { background: #21703a }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem }
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top }
+th { font-weight: 600; white-space: nowrap }
+td { white-space: pre-wrap; overflow-wrap: anywhere } .note { color: #555 } code { font-size: 90% }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #161616 } .note { color: #aaa } }
 """
 
@@ -25,12 +29,14 @@ def page(verdict: Verdict) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{_e(verdict.status)}: {_e(Path(verdict.candidate).name)}</title><style>{_STYLE}</style>",
         f"<h1 class={kind}><span>{_e(verdict.status)}</span> {_e(Path(verdict.candidate).name)}</h1>",
-        f"<p>for <code>{_e(verdict.problem)}</code> on {_e(verdict.device)}; the same questions again: <code>--seed {verdict.seed}</code></p>",
+        f"<p>for <code>{_e(verdict.problem)}</code> on {_e(verdict.device)}; "
+        f"the same questions again: <code>--seed {verdict.seed}</code></p>",
         *[_finding(f) for f in verdict.against],
         *(["<h2>Speed</h2>", _speeds(verdict)] if verdict.speeds else []),
         *(["<h2>Notes</h2>", *[_finding(f) for f in notes]] if notes else []),
         f"<h2>What held</h2><p>{_e(held) or 'nothing'}</p>",
-        f"<p class=note>{verdict.seconds:.1f} s. The candidate ran in a process of its own; inputs, reference, clock and verdict did not.</p></html>",
+        f"<p class=note>{verdict.seconds:.1f} s. The candidate ran in a process of its own; "
+        "inputs, reference, clock and verdict did not.</p></html>",
     ])  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
     bound = max(operations / peak operations, bytes / peak bandwidth)
 
-Operations are those of the reference's matrix products and convolutions. Bytes are the outputs' and those inputs' and weights' of
-which every sampled element matters: a gather need not read its whole table. On a CPU the bandwidth is that of a block of the same
-size, which a cache may hold; on a GPU it is the memory's, since caches are emptied before each timed call.
+Operations are those of the reference's matrix products and convolutions. Bytes are the outputs' and those inputs' and
+weights' of which every sampled element matters: a gather need not read its whole table. On a CPU the bandwidth is
+that of a block of the same size, which a cache may hold; on a GPU it is the memory's, since caches are emptied before
+each timed call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nybble.judge.problem import Case, Problem, seed_of
 
-# A measured ceiling is no law: a CPU's caches and its neighbours' load move it. Beyond this it is no measurement either.
+# A measured ceiling is no law: a CPU's caches and its neighbours' load move it. Beyond this, a time is no measurement.
 MARGIN = {"cpu": 2.5, "cuda": 1.1}
 _SAMPLES = 3
 
@@ -79,7 +80,9 @@ def _all_matter(problem: Problem, case: Case, number: int | None, name: str | No
     return all(any(_changes(problem, case, number, name, value, at, sign) for sign in (8.0, -8.0)) for at in places)
 
 
-def _changes(problem: Problem, case: Case, number: int | None, name: str | None, value: Tensor, at: int, sign: float) -> bool:
+def _changes(
+    problem: Problem, case: Case, number: int | None, name: str | None, value: Tensor, at: int, sign: float
+) -> bool:
     other = value.detach().clone().contiguous()
     other.view(-1)[at] = sign * float(other.abs().max()) + sign
     inputs = [other if i == number else v for i, v in enumerate(case.inputs)]

@@ -1,13 +1,13 @@
 """Speed, on the judge's clock, of outputs that were checked.
 
-The clock is here, in another process than the candidate. A round gives every subject (the candidate and each baseline, each
-in a process of its own) the same fresh values, written over the old ones, says "go", and stops the clock when the answer comes. Then
-a few outputs, chosen only now, and the last one are fetched and compared. Rounds of all subjects alternate in random order, so that a
-busy machine hits all alike, and ratios are of medians.
+The clock is here, in another process than the candidate. A round gives every subject (the candidate and each
+baseline, each in a process of its own) the same fresh values, written over the old ones, says "go", and stops the
+clock when the answer comes. Then a few outputs, chosen only now, and the last one are fetched and compared. Rounds of
+all subjects alternate in random order, so that a busy machine hits all alike, and ratios are of medians.
 
-Times contain an empty round trip (about 0.1 ms; it is measured and reported), divided by the calls of a round. A call is never
-repeated on the same values within a round: that would pay a cache. A subject that returns the same memory each time makes rounds of
-one call, since only its last output can be looked at.
+Times contain an empty round trip (about 0.1 ms; it is measured and reported), divided by the calls of a round. A call
+is never repeated on the same values within a round: that would pay a cache. A subject that returns the same memory
+each time makes rounds of one call, since only its last output can be looked at.
 
 On a GPU the device's clock is read as well; see gpu.py.
 """
@@ -116,14 +116,16 @@ def _baseline(trial: Trial, name: str, stack: ExitStack) -> Trial | Finding:
 
 
 def _burst(trial: Trial) -> list[Finding]:
-    """Calls close upon each other, each copied on return: a buffer returned again and again is fine, an old answer is not."""
+    """Calls close upon each other, each copied on return: the same buffer again is fine, an old answer is not."""
     count = trial.afford(_BURST)
     inputs = [trial.problem.inputs(seed_of(trial.seed, f"burst {i}")) for i in range(count)]
     slots = [f"r{i}" for i in range(count)]
     for slot, values in zip(slots, inputs, strict=True):
         trial.put(values, slot)
     trial.candidate.ask("call", slots=slots)
-    return [f for i in range(count) for f in _compare(trial, inputs[i], trial.fetch("outputs", i), f"call {i} of a burst")][:1]
+    return [
+        f for i in range(count) for f in _compare(trial, inputs[i], trial.fetch("outputs", i), f"call {i} of a burst")
+    ][:1]
 
 
 def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
@@ -135,7 +137,9 @@ def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
     for subject in subjects.values():
         for i in range(max(2, fits)):
             subject.put(case, f"r{i}")
-        subject.candidate.ask("timed", slots=["r0"], seconds=subject.candidate.limits.start_seconds)  # compiles, perhaps
+        subject.candidate.ask(
+            "timed", slots=["r0"], seconds=subject.candidate.limits.start_seconds
+        )  # compiles, perhaps
         slowest = max(slowest, _go(subject, 2) / 2)
         shared |= bool(subject.candidate.ask("shared")[0]["shared"])
     return 1 if shared else min(fits, max(_FEWEST_CALLS if slowest < _LONG else 1, round(_WORTH / slowest)))
@@ -165,7 +169,11 @@ def _round(
 ) -> None:
     for i, values in enumerate(inputs):
         subject.put(values, f"r{i}", in_place=True)
-    taken = _go(subject, len(inputs)) / len(inputs) if trial.device == "cpu" else _on_device(subject, len(inputs), name, result)
+    taken = (
+        _go(subject, len(inputs)) / len(inputs)
+        if trial.device == "cpu"
+        else _on_device(subject, len(inputs), name, result)
+    )
     chosen = sorted({len(inputs) - 1, *(draw.randrange(len(inputs)) for _ in range(trial.afford(_LOOKED_AT)))})
     start = time.perf_counter()
     outputs = {i: subject.fetch("outputs", i) for i in chosen}
@@ -181,9 +189,16 @@ def _compare(trial: Trial, inputs: list[Any], values: Any, label: str) -> list[F
     expected = trial.problem.expect(case)
     if expected is None:
         return []
-    found = trial.compare("timed", case, expected, Answer([{"type": type(v).__name__, "device": trial.device} for v in values], values))
+    found = trial.compare(
+        "timed", case, expected, Answer([{"type": type(v).__name__, "device": trial.device} for v in values], values)
+    )
     word: Status = "wrong" if trial.failed else "cheating"
-    return [replace(f, status=word, what=f"{f.what}, though it was right when it was not timed" * (word == "cheating") or f.what) for f in found]
+    return [
+        replace(
+            f, status=word, what=f"{f.what}, though it was right when it was not timed" * (word == "cheating") or f.what
+        )
+        for f in found
+    ]
 
 
 def _late(result: Race) -> Iterator[Finding]:
@@ -191,7 +206,9 @@ def _late(result: Race) -> Iterator[Finding]:
     honest = [t for name, times in result.handing.items() if name != "candidate" for t in times]
     if honest and min(result.handing["candidate"]) > max(_LATE, _LATE_RATIO * statistics.median(honest)):
         seen, usual = min(result.handing["candidate"]), statistics.median(honest)
-        what = f"handing over an output takes {seen * 1e3:.1f} ms, a baseline's {usual * 1e3:.1f} ms: it is computed when it is read"
+        what = (
+            f"handing over an output takes {seen * 1e3:.1f} ms, a baseline's {usual * 1e3:.1f} ms: computed when read"
+        )
         yield Finding("timed", "cheating", what)
 
 
@@ -202,7 +219,8 @@ def _elsewhere(result: Race) -> Iterator[Finding]:
         return
     mine, usual = statistics.median(result.beside["candidate"]), statistics.median(honest)
     if mine > 2 * usual + _BESIDE and mine > 0.5 * statistics.median(result.times["candidate"]):
-        what = f"the device works {mine * 1e6:.0f} µs longer than the timed stream, a baseline {usual * 1e6:.0f} µs: work on another stream"
+        more = f"{mine * 1e6:.0f} µs longer than the timed stream, with a baseline {usual * 1e6:.0f} µs"
+        what = f"work on another stream: the device works {more}"
         yield Finding("timed", "cheating", what)
 
 
@@ -213,8 +231,8 @@ def _beyond(trial: Trial, result: Race) -> Iterator[Finding]:
         return
     median = statistics.median(result.times["candidate"])
     result.share = bound.seconds / median
-    if result.share > roofline.MARGIN[trial.device.split(':')[0]]:
-        what = f"{median * 1e3:.4g} ms a call is {result.share:.1f} times this machine's roofline: not a time this work can take"
+    if result.share > roofline.MARGIN[trial.device.split(":")[0]]:
+        what = f"{median * 1e3:.4g} ms a call is {result.share:.1f} times this machine's roofline: it is none"
         yield Finding("timed", "invalid measurement", what, {"roofline": bound.sentence()})
 
 

@@ -76,7 +76,9 @@ class Trial:
     def load(self) -> None:
         """Import the candidate's file; the seed is not known yet."""
         self.candidate.ask("poison", byte=POISON_FRESH)
-        answer, _ = self.candidate.ask("load", path=self.path, name=self.name, seconds=self.candidate.limits.start_seconds)
+        answer, _ = self.candidate.ask(
+            "load", path=self.path, name=self.name, seconds=self.candidate.limits.start_seconds
+        )
         if "missing" in answer:
             names = ", ".join(str(n) for n in answer.get("names", [])) or "nothing"
             raise Refused(Finding("load", "crashed", f"the candidate has no {self.name!r}; it defines {names}"))
@@ -91,7 +93,8 @@ class Trial:
         self.counterparts = _match(self.problem.state, answer["parameters"])
         lost = [name for name in self.problem.state if name not in self.counterparts and self.problem.state[name].ndim]
         if lost:
-            what = f"the candidate holds no counterpart of {', '.join(lost[:4])}: nothing can show that it uses its weights"
+            names = ", ".join(lost[:4])
+            what = f"the candidate holds no counterpart of {names}: nothing can show that it uses its weights"
             raise Refused(Finding("build", "wrong", what, {"its state": str(answer["parameters"][:8])}))
         self._now = None
         self.set_state(self.problem.state)
@@ -129,7 +132,9 @@ class Trial:
         self.slowest = max(self.slowest, time.monotonic() - start)
         return Answer(list(answer["outputs"][0]), list(self.fetch("outputs")))
 
-    def judge(self, check: str, case: Case, slot: str = "", in_place: bool = False, refusal: Status = "wrong") -> list[Finding]:
+    def judge(
+        self, check: str, case: Case, slot: str = "", in_place: bool = False, refusal: Status = "wrong"
+    ) -> list[Finding]:
         """Ask one question and compare; [] when the reference has no answer or the candidate's agrees.
 
         Args:
@@ -149,7 +154,9 @@ class Trial:
         """What speaks against an answer. One that fits an earlier question is called what it is."""
         found = self._compare(check, case, expected, answer)
         if found:
-            earlier = next((label for label, past in self._past if _fits(past, answer) and not _alike(past, expected)), None)
+            earlier = next(
+                (label for label, past in self._past if _fits(past, answer) and not _alike(past, expected)), None
+            )
             if earlier is not None:
                 what = f"the output for {case.label} is the answer to an earlier question ({earlier})"
                 found = [Finding(check, "cheating", what, found[0].evidence)]
@@ -172,7 +179,11 @@ class Trial:
             bad = complaint(y, allowed)
             if bad:
                 exact = " (small integers: every order of summation gives the same)" if allowed.exact else ""
-                return [Finding(check, "wrong", f"{where} is not what the reference gives{exact}", {"case": case.label, **bad})]
+                return [
+                    Finding(
+                        check, "wrong", f"{where} is not what the reference gives{exact}", {"case": case.label, **bad}
+                    )
+                ]
         return []
 
     def first(self, found: Iterable[list[Finding]]) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Messages between the judge and a candidate's process: a JSON header and raw bytes, never a pickle.
 
 Unpickling runs code that the sender chose, so one pickle from the candidate would hand it the judge. Here the judge
-reads numbers and text only. A value (tensors, numbers, text, lists and dictionaries of these) becomes a JSON tree
-in which a tensor is named by dtype, shape and strides, and its elements follow as one block of bytes in row-major order.
+reads numbers and text only. A value (tensors, numbers, text, lists and dictionaries of these) becomes a JSON tree in
+which a tensor is named by dtype, shape and strides, and its elements follow as one block of bytes in row-major order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def pack(value: Any, blobs: list[bytes | memoryview]) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to a candidate")
 
 
-def unpack(tree: Any, blobs: Sequence[bytearray], place: Callable[[Tensor, Sequence[int]], Tensor] | None = None) -> Any:
+def unpack(
+    tree: Any, blobs: Sequence[bytearray], place: Callable[[Tensor, Sequence[int]], Tensor] | None = None
+) -> Any:
     """The value of a tree. `place` takes each contiguous tensor and the strides it had, and gives the one to use.
 
     Raises:
@@ -111,7 +113,7 @@ def _unpack(tree: Any, blobs: Sequence[bytearray], place: Callable[[Tensor, Sequ
 def to_bytes(value: Tensor) -> memoryview:
     """The elements in row-major order."""
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def from_bytes(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:

@@ -1,7 +1,8 @@
 """The candidate's side: what runs in the process that holds the candidate, and nothing else of the judge.
 
-The judge sends one message at a time (load, build, state, put, call, fetch …) and gets one back. Here are no references,
-no seeds of later cases, no clock and no verdict; a candidate that takes this module apart learns only what it was given.
+The judge sends one message at a time (load, build, state, put, call, fetch …) and gets one back. Here are no
+references, no seeds of later cases, no clock and no verdict; a candidate that takes this module apart learns only
+what it was given.
 
 Inputs lie inside a larger buffer filled with 0xFF (NaN in every floating format), so that reading past an end shows in
 the result and writing past an end is seen. They can be overwritten in place through another view of the same storage,
@@ -35,7 +36,8 @@ _PERTURB = -6  # mallopt's M_PERTURB: glibc then fills what it hands out and wha
 _WATCHED: list[tuple[Any, str]] = [
     (time, "time"), (time, "perf_counter"), (time, "perf_counter_ns"), (time, "monotonic"), (time, "process_time"),
     (time, "time_ns"), (time, "monotonic_ns"), (time, "sleep"),
-    (torch, "allclose"), (torch, "equal"), (torch, "isclose"), (torch, "empty"), (torch, "matmul"), (torch, "relu"), (torch, "softmax"),
+    (torch, "allclose"), (torch, "equal"), (torch, "isclose"), (torch, "empty"),
+    (torch, "matmul"), (torch, "relu"), (torch, "softmax"),
     (torch.nn.functional, "linear"), (torch.nn.functional, "relu"), (torch.nn.functional, "softmax"),
     (torch, "rand"), (torch, "randn"), (torch.testing, "assert_close"), (torch.cuda, "synchronize"),
     (torch.cuda, "Event"), (torch.cuda, "Stream"), (torch.cuda, "current_stream"), (torch.Tensor, "allclose"),
@@ -110,7 +112,7 @@ class Slot:
 
 def _view(base: Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     empty = torch.zeros(0, dtype=dtype, device=base.device)
-    return empty.set_(base.untyped_storage(), offset, list(size), list(stride))  # type: ignore[call-overload]
+    return empty.set_(base.untyped_storage(), offset, list(size), list(stride))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -229,7 +231,7 @@ class Worker:
         return {"hold": all(slot.fences_hold() for slot in self.slots.values())}, []
 
     def poison(self, byte: int) -> Any:
-        """Fill fresh memory with a byte from now on (0: as it comes): glibc's on the CPU, torch's pool on a GPU, there once."""
+        """Fill fresh memory with a byte from now on (0: as it comes); on a GPU torch's pool, once."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(_PERTURB, byte)
@@ -296,7 +298,7 @@ def serve(channel: socket.socket, device: str) -> None:
             header["blobs"] = blobs
         try:
             answer, back = todo(**header)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever the candidate raises is its answer
             answer, back = _explain(error), []
         send(channel, {"did": True, **answer}, back)
 

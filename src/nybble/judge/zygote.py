@@ -38,7 +38,8 @@ def main() -> None:
         if not data:
             return
         request = json.loads(data)
-        _reap(ended := {})
+        ended: dict[int, int] = {}
+        _reap(ended)
         if request["do"] == "status":
             control.send(json.dumps({"ended": ended.get(request["pid"], _wait(request["pid"]))}).encode())
             continue
@@ -93,7 +94,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         folder = request["folder"]
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder, TRITON_CACHE_DIR=f"{folder}/triton",
-                          TORCHINDUCTOR_CACHE_DIR=f"{folder}/inductor", TORCH_EXTENSIONS_DIR=f"{folder}/extensions")  # fmt: skip
+                          TORCHINDUCTOR_CACHE_DIR=f"{folder}/inductor",
+                          TORCH_EXTENSIONS_DIR=f"{folder}/extensions")  # fmt: skip
         tempfile.tempdir = folder
         sys.path.insert(0, request["own"])
         sys.argv[:] = ["candidate"]

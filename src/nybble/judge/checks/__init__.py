@@ -1,4 +1,4 @@
-"""Suspicions, one file each. A file here is a check: it is found, run on every candidate, and documented by its docstring.
+"""Suspicions, one file each: found by being here, run on every candidate, documented by its docstring.
 
 A check module has `KINDS` (the kinds of cheat it is there for, numbered as in docs/why/judge.md) and
 `run(trial) -> Iterator[Finding]`, which yields what speaks against the candidate, or notes; nothing when it holds.

@@ -1,8 +1,9 @@
 """Work that goes on after the call has returned is work that the clock did not see.
 
-A thread or a process of the candidate's own (2), on a GPU another stream (1), fills the output later. Outputs are copied the moment
-they are returned and read again after a pause: they must not have changed. Threads that a call leaves running, and processor time
-that the candidate's processes use while nothing is asked of them, are seen from outside in the kernel's own accounts.
+A thread or a process of the candidate's own (2), on a GPU another stream (1), fills the output later. Outputs are
+copied the moment they are returned and read again after a pause: they must not have changed. Threads that a call
+leaves running, and processor time that the candidate's processes use while nothing is asked of them, are seen from
+outside in the kernel's own accounts.
 """
 
 from __future__ import annotations

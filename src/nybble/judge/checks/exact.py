@@ -1,8 +1,8 @@
 """Small integers, for which every order of summation gives the same: the result must be equal.
 
-With inputs and weights of 0 and 1, or of -3 to 3, sums of products are exact in the accumulator of every honest kernel.
-One lost product, a half-precision accumulator, an approximate reciprocal shows as a difference, with no tolerance to hide in
-(11). Asked where the framework's own result is exact; elsewhere the usual budget holds.
+With inputs and weights of 0 and 1, or of -3 to 3, sums of products are exact in the accumulator of every honest
+kernel. One lost product, a half-precision accumulator, an approximate reciprocal shows as a difference, with no
+tolerance to hide in (11). Asked where the framework's own result is exact; elsewhere the usual budget holds.
 """
 
 from __future__ import annotations

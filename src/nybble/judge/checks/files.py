@@ -1,8 +1,9 @@
 """The candidate must not look for the answer: not in the problem's file, not in the judge's memory.
 
-The seeds of the questions are drawn after its import and exist in another process; what is left is to read the problem, its
-reference, or /proc (19). Files opened outside Python's own folders and the candidate's are recorded as they are opened. Reading the
-problem's file or another process is cheating; writing outside is stopped by the kernel where it can, and wrong.
+The seeds of the questions are drawn after its import and exist in another process; what is left is to read the
+problem, its reference, or /proc (19). Files opened outside Python's own folders and the candidate's are recorded as
+they are opened. Reading the problem's file or another process is cheating; writing outside is stopped by the kernel
+where it can, and wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """New values at old addresses, and old shapes at new addresses: the answer must follow the values.
 
-Outputs remembered by pointer, by object, by shape or by a few sampled elements (6) and a captured graph that goes on reading
-the first input's memory (17) answer an earlier question. Values are overwritten where they lie, through another view of the
-storage, so that neither address nor identity nor version counter moves; corners keep their values; then one element changes.
+Outputs remembered by pointer, by object, by shape or by a few sampled elements (6) and a captured graph that goes on
+reading the first input's memory (17) answer an earlier question. Values are overwritten where they lie, through
+another view of the storage, so that neither address nor identity nor version counter moves; corners keep their
+values; then one element changes.
 """
 
 from __future__ import annotations

@@ -31,9 +31,16 @@ def run(trial: Trial) -> Iterator[Finding]:
         if not isinstance(before, Tensor) or same(before, now):
             continue
         if number not in expected.touched:
-            yield Finding("kept", "cheating", f"input {number} was changed by the call; the reference leaves it", _first(before, now))
+            yield Finding(
+                "kept",
+                "cheating",
+                f"input {number} was changed by the call; the reference leaves it",
+                _first(before, now),
+            )
         elif complaint(now, budget(expected.after[number].double(), expected.after[number])):
-            yield Finding("kept", "wrong", f"input {number} is changed in place, but not to what the reference makes of it")
+            yield Finding(
+                "kept", "wrong", f"input {number} is changed in place, but not to what the reference makes of it"
+            )
     if not trial.candidate.ask("fences")[0]["hold"]:
         yield Finding("kept", "wrong", "bytes beside an input were overwritten: the kernel writes out of bounds")
     weights = trial.fetch("state")
@@ -41,7 +48,12 @@ def run(trial: Trial) -> Iterator[Finding]:
         kept = same(value.cpu(), expected.state_after[name])
         mine = weights.get(trial.counterparts.get(name))
         if kept and isinstance(mine, Tensor) and not same(value.cpu(), mine):
-            yield Finding("kept", "cheating", f"the weight {name} was changed by the call; the reference leaves it", _first(value.cpu(), mine))
+            yield Finding(
+                "kept",
+                "cheating",
+                f"the weight {name} was changed by the call; the reference leaves it",
+                _first(value.cpu(), mine),
+            )
 
 
 def _first(before: Tensor, now: Tensor) -> dict[str, str]:

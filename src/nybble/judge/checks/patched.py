@@ -1,8 +1,9 @@
 """Clocks, comparisons and switches of the framework must be what they were before the candidate came.
 
-In the candidate's process there is no clock and no comparison to cheat, so a replaced time.perf_counter, torch.allclose or
-torch.cuda.synchronize (4) gains nothing here; it shows the intent, and elsewhere it would gain everything. Turned switches
-(threads, oneDNN, matmul precision) slow a rival that shares the process, or lower the precision of everything (18).
+In the candidate's process there is no clock and no comparison to cheat, so a replaced time.perf_counter,
+torch.allclose or torch.cuda.synchronize (4) gains nothing here; it shows the intent, and elsewhere it would gain
+everything. Turned switches (threads, oneDNN, matmul precision) slow a rival that shares the process, or lower the
+precision of everything (18).
 """
 
 from __future__ import annotations
@@ -21,4 +22,6 @@ def run(trial: Trial) -> Iterator[Finding]:
     if answer["names"]:
         yield Finding("patched", "cheating", f"replaced: {', '.join(map(str, answer['names']))}")
     if answer["switches"]:
-        yield Finding("patched", "cheating", f"turned switches of the process: {'; '.join(map(str, answer['switches']))}")
+        yield Finding(
+            "patched", "cheating", f"turned switches of the process: {'; '.join(map(str, answer['switches']))}"
+        )

@@ -1,8 +1,8 @@
 """Memory that nobody has written must not reach the result.
 
 Fresh and freed memory is filled with a byte pattern, and the same question is asked under two patterns: a kernel that
-leaves a part unwritten, and passes because old memory still holds the right values (5), or reads past an end (14), gives
-them away. On the CPU glibc fills for us (M_PERTURB); on a GPU the free blocks of torch's pool are filled, and
+leaves a part unwritten, and passes because old memory still holds the right values (5), or reads past an end (14),
+gives them away. On the CPU glibc fills for us (M_PERTURB); on a GPU the free blocks of torch's pool are filled, and
 compute-sanitizer can be run on top (sanitizer.py).
 """
 

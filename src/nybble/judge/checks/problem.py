@@ -1,9 +1,9 @@
 """A problem whose answer does not depend on what it is given grades nothing.
 
 Some tasks are dead: a softmax over one element, a mean that a normalisation has just removed, a result that is zero
-whatever comes in. A kernel that returns the constant is right, and its speed says nothing (cheat 10, by the task's fault).
-The question goes to the reference alone: two draws of inputs and weights whose results differ by no more than rounding
-make the measurement invalid, whoever answered.
+whatever comes in. A kernel that returns the constant is right, and its speed says nothing (cheat 10, by the task's
+fault). The question goes to the reference alone: two draws of inputs and weights whose results differ by no more than
+rounding make the measurement invalid, whoever answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def run(trial: Trial) -> Iterator[Finding]:
         what = "the reference gives no finite answer to the problem's own inputs"
         yield Finding("problem", "invalid measurement", what)
         return
-    other = Case("other", trial.problem.inputs(seed_of(trial.seed, "problem 2")), cases.new_state(trial.problem, trial.seed))
+    other = Case(
+        "other", trial.problem.inputs(seed_of(trial.seed, "problem 2")), cases.new_state(trial.problem, trial.seed)
+    )
     two = trial.problem.expect(other)
     if two is None or not one.budgets:
         return

@@ -1,8 +1,8 @@
 """What is returned must be a plain tensor that holds its values.
 
-A tensor subclass can compute when it is looked at, after the clock has stopped (3). So the type is asked without running
-any of its code: it must be torch.Tensor itself, strided, on the device, with memory behind it. Returning an input's
-own memory, where the reference returns new memory, is told, too.
+A tensor subclass can compute when it is looked at, after the clock has stopped (3). So the type is asked without
+running any of its code: it must be torch.Tensor itself, strided, on the device, with memory behind it. Returning an
+input's own memory, where the reference returns new memory, is told, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def run(trial: Trial) -> Iterator[Finding]:
     for number, facts in enumerate(answer.facts):
         if not facts["tensor"]:
             lazy = "Tensor" in facts["type"] or "tensor" in facts["type"]
-            what = f"output {number} is a {facts['type']}, not a plain torch.Tensor" + (": it could compute when read" * lazy)
+            what = f"output {number} is a {facts['type']}, not a plain torch.Tensor" + (
+                ": it could compute when read" * lazy
+            )
             yield Finding("result", "cheating" if lazy else "wrong", what)
         elif facts["layout"] != "torch.strided" or (facts["null"] and not facts["empty"]):
             yield Finding("result", "cheating", f"output {number} has no memory behind it ({facts['layout']})")

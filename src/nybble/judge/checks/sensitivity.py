@@ -1,7 +1,8 @@
 """Every input and every weight must count as much as it does in the reference.
 
-An input whose share of the result is below the tolerance can be left out unseen: a bias that is zero, a term with a small
-factor (9, 10). So each tensor in turn is enlarged until the reference's result depends on it, and the question is asked then.
+An input whose share of the result is below the tolerance can be left out unseen: a bias that is zero, a term with a
+small factor (9, 10). So each tensor in turn is enlarged until the reference's result depends on it, and the question
+is asked then.
 """
 
 from __future__ import annotations

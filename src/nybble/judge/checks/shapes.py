@@ -1,8 +1,9 @@
 """Other sizes and strides: right, or refused with an error, never silently wrong.
 
-A kernel made for one shape (12) forgets the tail of a block, assumes contiguous memory, or has a table for the shape it was
-shown. Sizes one less, one more, prime and 1 are asked wherever the reference takes them, and the given size with transposed
-storage, every second element and rows with gaps. An error is a refusal and is noted; a wrong answer is wrong.
+A kernel made for one shape (12) forgets the tail of a block, assumes contiguous memory, or has a table for the shape
+it was shown. Sizes one less, one more, prime and 1 are asked wherever the reference takes them, and the given size
+with transposed storage, every second element and rows with gaps. An error is a refusal and is noted; a wrong answer
+is wrong.
 """
 
 from __future__ import annotations
@@ -26,5 +27,6 @@ def run(trial: Trial) -> Iterator[Finding]:
             return
         refused += [(case.label, f) for f in found]
     if refused:
-        what = f"refuses {len(refused)} shapes or strides that the reference takes: {', '.join(label for label, _ in refused)}"
+        labels = ", ".join(label for label, _ in refused)
+        what = f"refuses {len(refused)} shapes or strides that the reference takes: {labels}"
         yield Finding("shapes", "note", what, refused[0][1].evidence)

@@ -1,8 +1,9 @@
 """Values of other distributions than the problem's own.
 
-Tiny, large, negated, shifted, sorted, one-hot, cancelling, rows of different size. A constant, a mean, a table or a branch
-left out because the problem's inputs never take it (9, 10) agrees on one distribution only; large and cancelling values
-show few bits (11) and a softmax without its maximum. Asked only where the reference gives finite results.
+Tiny, large, negated, shifted, sorted, one-hot, cancelling, rows of different size. A constant, a mean, a table or a
+branch left out because the problem's inputs never take it (9, 10) agrees on one distribution only; large and
+cancelling values show few bits (11) and a softmax without its maximum. Asked only where the reference gives finite
+results.
 """
 
 from __future__ import annotations

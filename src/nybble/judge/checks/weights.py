@@ -1,9 +1,9 @@
 """Weights changed after construction must change the result.
 
-Work moved to the import, the constructor or the first call (16) is work not timed: an output computed in advance, a product of
-weights folded once. Preparing weights is honest when it follows them (a hook of load_state_dict, a look at the version counter).
-So weights get other values in place, the input staying the same at the same address; gains of 1 and biases of 0 become
-random, which also shows what was left out because it was dead at initialisation (10).
+Work moved to the import, the constructor or the first call (16) is work not timed: an output computed in advance, a
+product of weights folded once. Preparing weights is honest when it follows them (a hook of load_state_dict, a look at
+the version counter). So weights get other values in place, the input staying the same at the same address; gains of 1
+and biases of 0 become random, which also shows what was left out because it was dead at initialisation (10).
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+"""`nybble judge`: is a kernel right, and is it fast?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from nybble.cli.console import Plain
+from nybble.errors import BadInput
+from nybble.machine import find_device
+
+NOT_CORRECT = 3
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Print the verdict, write it where asked; 0 for a correct candidate only."""
+    from nybble.judge import judge as run
+    from nybble.judge.page import page
+
+    for path in filter(None, (options.json, options.html)):
+        if not path.resolve().parent.is_dir():
+            raise BadInput(f"{path}: there is no folder {path.resolve().parent}")
+    verdict = run(
+        options.problem, options.candidate, device=str(find_device(options.device)), seed=options.seed,
+        baselines=[name for name in options.baseline.split(",") if name],
+        checks=options.checks.split(",") if options.checks else None,
+        own_kernels=options.own_kernels, rounds=options.rounds,
+    )  # fmt: skip
+    Plain().print(verdict.text(), soft_wrap=True)
+    if options.json:
+        _write(options.json, json.dumps(verdict.as_dict(), indent=2) + "\n")
+    if options.html:
+        _write(options.html, page(verdict))
+    return 0 if verdict.correct else NOT_CORRECT
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
