@@ -93,3 +93,17 @@ def test_linears_of_this_machine_are_checked_before_they_are_timed(monkeypatch: 
     monkeypatch.setattr(type(LINEAR), "check", lambda self, y, args, what: checked.append(what))
     command._linears("W8A16", 64, 64, 2, "cpu")
     assert len(checked) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.raw_memory
+def test_linears_on_a_gpu_are_timed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfenced: a captured graph owns its memory."""
+    from nybble.cli import plan as command
+
+    monkeypatch.setitem(measure.ANCHORS, "cuda", ((512, 512), (1024, 1024)))
+    monkeypatch.setitem(measure.TOKENS, "cuda", (1, 64))
+    monkeypatch.setitem(command._PAST_CACHES, "cuda", 1 << 20)
+    found = measure.timings(["bf16", "W4A16"], lambda s, n, k, m: command._linears(s, n, k, m, "cuda"), "cuda")
+    assert {t.scheme for t in found} == {"bf16", "W4A16"}
+    assert all(0 < t.seconds < 1e-3 for t in found)
