@@ -135,7 +135,67 @@ The families go on: `int2` to `int8` by any group (`int4_g96`, `int3_g64_asym`),
 {values}
 """
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"formats.md": formats}
+
+def schemes() -> str:
+    """docs/schemes.md."""
+    from nybble.quantize.schemes import SCHEMES
+
+    body = (
+        [
+            f"`{s.name}`",
+            s.weight.name,
+            s.activation.name if s.activation else "as they come",
+            s.rule or s.weight.rule,
+            f"{s.weight.bits_per_value(*SHAPE):.4g}",
+            "yes" if s.preset else "",
+        ]
+        for s in SCHEMES.values()
+    )
+    head = ["name", "weights", "activations", "scale rule", "bits a weight", "compressed-tensors preset"]
+    return SCHEMES_PAGE.format(table=table(head, body), rows=SHAPE[0], columns=SHAPE[1])
+
+
+SCHEMES_PAGE = """\
+# Schemes
+
+Generated from `src/nybble/quantize/schemes.py` by `make docs`; edit the table, not this page.
+A scheme says how a linear layer runs: the format of its weights and the format its inputs are rounded to on the fly.
+Bits a weight count scales, of a {rows} × {columns} matrix. Formats are in [formats.md](formats.md).
+
+{table}
+"""
+
+
+def ops() -> str:
+    """docs/ops.md."""
+    from nybble.ops import declared
+
+    body = []
+    for op in declared().values():
+        limits = ", ".join(
+            f"{str(d).removeprefix('torch.')} {number(limit)}" for d, limit in op.agreement.limits.items()
+        )
+        for device in ("cpu", "cuda"):
+            for one in op.implementations(device):
+                if one is op.fallback and device == "cuda":
+                    continue
+                where = "any" if one is op.fallback else device
+                body.append([f"`{op.name}`", f"`{one.name}`", where, "native" if one.native else "emulated"])
+        body.append([f"`{op.name}`", "agreement", "", limits])
+    return OPS_PAGE.format(table=table(["op", "implementation", "device", "path"], body))
+
+
+OPS_PAGE = """\
+# Ops
+
+Generated from the declarations in `src/nybble/ops/` by `make docs`. The first implementation that is willing runs;
+`nybble ops NAME` says which one that is here, and why not the others. Agreement is the largest
+‖y − reference‖ / ‖reference‖ that an implementation may have, by the dtype of y.
+
+{table}
+"""
+
+DOCUMENTS: dict[str, Callable[[], str]] = {"formats.md": formats, "schemes.md": schemes, "ops.md": ops}
 
 
 def main(arguments: list[str] | None = None) -> int:
