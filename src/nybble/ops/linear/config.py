@@ -25,6 +25,7 @@ _AVERAGED = 64
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
 _ALIGNMENT, _BARRIERS = 1024, 256
 _PER_MICROSECOND = 1755.0  # cycles, under load
+_STAGED = 29000.0  # bytes of x that a block of stream.cu stages in a microsecond
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,15 @@ class Stream:
         units, (rows, _) = self.units(p), self.grid(p)
         walked = -(-units // rows)  # units of the most loaded block
         steps = walked * -(-self.slice_chunks(p) // self.wk)
-        work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 14 * self.mt) + 24 * self.mt + 34
+        work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 14 * self.mt) + 24 * self.mt + 80
         issue = steps * self.wn * self.wk / 4 * work / _PER_MICROSECOND * 1.3
         load = walked * rows / units  # against an even one
-        stream = max(p.memory_time * load, issue, steps * 500 / _PER_MICROSECOND)
-        meet = walked * (0.04 + 0.01 * m * self.wn * self.rt / 16)
+        lean = 1.05 if self.stages == 2 else 1.0  # less in flight
+        weights = max(p.memory_time * load * lean, issue, steps * 600 / _PER_MICROSECOND)
+        tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED
         second = 1.2 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
-        return passes * (1.9 + stream + meet + second)
+        fill = 5e-6 * self.stages * self.threads * self.rt * describe(p.format)["TILE_BYTES"] / 32
+        return passes * (1.2 + fill + tokens + weights + 0.06 * walked + second)
 
 
 _DECODE = {0: 88, 1: 118, 2: 150, 3: 230}  # instructions for a tile by the kind of element
@@ -171,12 +174,18 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.groups + (128 if self.registers else 32)
+        return 128 * self.groups + 128
 
     @property
     def registers(self) -> int:
         """What consumers raise their registers to when sums fill most of them: all that the block was started with."""
         return {2: 240, 3: 160, 4: 112}.get(self.groups, 0) if self.tokens * self.wgmmas >= 128 else 0
+
+    @property
+    def registers_fit(self) -> bool:
+        """Whether sums, operands and addresses fit the registers that consumers get."""
+        tokens = self.tokens * self.wgmmas
+        return tokens <= 64 or (tokens == 128 and self.groups < 4) or (tokens == 256 and self.groups == 2)
 
     def defines(self, m: int) -> dict[str, int]:
         """The macros that instantiate the kernel."""
@@ -214,20 +223,22 @@ class Tile:
             return f"its roundings of the weight need more than K = {p.k} terms to average out"
         return tile_refusal(p.format, p.fp16)
 
+    def _processors(self, p: Problem) -> int:
+        """Multiprocessors that clusters can use: those of four leave some of every graphics cluster's idle."""
+        return p.machine.processors if self.cluster <= 2 else p.machine.processors * 10 // 11
+
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
         blocks, tokens = self.grid(p)[0], self.tokens * self.wgmmas
         resident = max(1, min(p.machine.shared_bytes // self.shared_bytes(p), 8 // self.groups))
-        room = p.machine.processors * resident
-        rounds = -(-blocks // room)
-        together = min(resident, -(-blocks // p.machine.processors))
-        work = self.groups * (2 * _DECODE[describe(p.format)["CODE"]] + 16)
-        tensor = self.groups * 8 * self.wgmmas * max(self.tokens / 2, 12)
-        chunk = max(together * max(work, tensor) * 1.15, 560 + 0.35 * (work + tensor))
-        busy = rounds * self.slice_chunks(p) * chunk / _PER_MICROSECOND
-        even = blocks / min(blocks, room) / rounds
-        end = 2.4 + tokens * self.groups / 110 + (0.5 + 0.12 * self.cluster if self.cluster > 1 else 0)
-        return max(busy, p.memory_time / max(even, 0.5)) + end
+        rounds = -(-blocks // (self._processors(p) * resident))
+        shared_by = min(resident, -(-blocks // p.machine.processors))  # blocks that hide each other's waits
+        decode = _DECODE[describe(p.format)["CODE"]] / _DECODE[0]
+        chunk = 320 / shared_by + shared_by * self.groups * (210 * decode + 2.4 * self.tokens + 560 * (self.wgmmas - 1))
+        shallow = 1.12 if self.stages < 5 and tokens <= 128 else 1.0
+        busy = rounds * self.slice_chunks(p) * chunk * shallow / _PER_MICROSECOND
+        end = 2.6 + tokens * self.groups / 150 + (0.5 + 0.006 * self.cluster * tokens if self.cluster > 1 else 0.0)
+        return max(busy, p.memory_time * 1.15) + end
 
 
 @dataclass(frozen=True)
@@ -253,15 +264,18 @@ def candidates(p: Problem) -> Iterator[Stream | Tile]:
     mt = next(t for t in (1, 2, 4) if 8 * t >= min(p.m, STREAM_TOKENS))
     grids = {
         1: ((2, 1, 16), (1, 1, 16), (2, 2, 8), (1, 2, 8), (2, 4, 4)),
-        2: ((2, 4, 4), (1, 4, 4), (2, 2, 4), (1, 2, 8)),
+        2: ((2, 4, 4), (1, 4, 4), (1, 2, 8)),
         4: ((1, 4, 4), (1, 2, 8), (1, 2, 4)),
     }[mt]
-    for (rt, wn, wk), stages, slices in product(grids, (2, 3, 4), (1, 2, 3, 4, 6, 8)):
+    for (rt, wn, wk), stages, slices in product(grids, (2, 3), (1, 2, 4)):
         yield Stream(mt, rt, wn, wk, stages, slices)
     widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
-    for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (3, 5), (1, 2, 4, 8)):
-        if groups * n * b <= 512 and (n * b < 256 or groups == 2) and (groups < 4 or n < 128):
-            yield Tile(groups, n, b, stages, cluster)
+    for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (8, 5, 3), (1, 2, 4)):
+        plan = Tile(groups, n, b, stages, cluster)
+        # Splitting K is for filling the machine; beyond two blocks a processor it only adds meetings.
+        crowded = cluster > 1 and plan.grid(p)[0] > 2 * p.machine.processors
+        if plan.registers_fit and not crowded:
+            yield plan
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] @ W[N, K]^T for many tokens on Hopper: the tensor cores take W from registers and x from shared memory.
 //
-// A block makes 64 * GROUPS_OF_WARPS rows of W times TOKENS tokens. One warp feeds it: for each chunk of 128 columns it
-// asks the copy engine for x's tile (swizzled) and for the weight's tiles, STAGES chunks ahead. Each warpgroup owns 64
+// A block makes 64 * GROUPS_OF_WARPS rows of W times TOKENS tokens. Four warps feed it: for each chunk of 128 columns
+// they ask the copy engine for x's tile (swizzled) and for the weight's tiles, STAGES chunks ahead. Each warpgroup owns 64
 // rows: its lanes decode their codes, multiply them by their scale in x's dtype and hand them to wgmma as the register
 // operand, while the tensor cores still work on the chunk before. Warpgroups meet only at the stages' barriers, so one
 // decodes while another multiplies. When K is split, the CLUSTER blocks of a tile add up through distributed shared
@@ -15,10 +15,10 @@
 #include "wgmma.cuh"
 
 #define WARPS (4 * GROUPS_OF_WARPS)
-#define THREADS (32 * WARPS + (REGISTERS ? 128 : 32))  // registers are given away by whole warpgroups
+#define THREADS (32 * WARPS + 128)  // a warpgroup that feeds, and those it feeds
 #define CONSUMERS (32 * WARPS)
 #define ROWS (64 * GROUPS_OF_WARPS)
-#define TOKENS (TOKENS_N * TOKENS_B)
+#define TOKENS (TOKENS_N * TOKENS_B)  // 16 go through mma, more through wgmma
 #define X_HALF (TOKENS * 128)  // 64 columns of x, a row of 128 bytes a token
 #define SCALE_TILE (8 * ROW_SCALE_BYTES)
 #define ZERO_TILE (8 * ROW_ZERO_BYTES)
@@ -66,14 +66,16 @@ __device__ __forceinline__ u32 weights_at(u32 base, u32 stage, u32 group) {
   return base + STAGES * (2 * X_HALF) + (stage * GROUPS_OF_WARPS + group) * GROUP_BYTES;
 }
 
-// The feeding warp: lane i < GROUPS_OF_WARPS copies what warpgroup i reads.
+// A feeding warp, one lane of it: warp i asks for the weight of warpgroup i, one of them for x as well. Four share the
+// work because the copy engine takes a request from a warp only every hundred cycles or so.
 __device__ __forceinline__ void feed(const Arguments &p, u32 base, u32 full, u32 empty, int block, int token0, int first,
-                                     int last, int lane) {
-  const int mine = min(block + lane, p.blocks - 1), groups = ((p.chunks - 1) >> p.shift) + 1;
+                                     int last, int feeder) {
+  const bool for_weight = feeder < GROUPS_OF_WARPS, for_x = feeder == GROUPS_OF_WARPS % 4;
+  const int mine = min(block + feeder, p.blocks - 1), groups = ((p.chunks - 1) >> p.shift) + 1;
   const char *codes = p.codes + (long long)mine * p.chunks * (4 * TILE_BYTES);
   const char *scale = p.scale + (long long)mine * groups * (4 * SCALE_TILE);
   const char *zero = p.zero + (long long)mine * groups * (4 * ZERO_TILE);
-  if (lane < GROUPS_OF_WARPS)
+  if (for_weight)
     for (int chunk = first; chunk < min(first + STAGES, last); ++chunk)
       prefetch_bulk<4 * TILE_BYTES>(codes + (u32)(chunk * 4 * TILE_BYTES));
   wait_for_previous();
@@ -81,14 +83,13 @@ __device__ __forceinline__ void feed(const Arguments &p, u32 base, u32 full, u32
 #pragma unroll 1
   for (int chunk = first; chunk < last; ++chunk) {
     barrier_wait(empty + stage * 8, phase);
-    const u32 x = base + stage * (2 * X_HALF), slot = weights_at(base, stage, lane), arrived = full + stage * 8;
-    if (lane == 0) {
+    const u32 x = base + stage * (2 * X_HALF), slot = weights_at(base, stage, feeder), arrived = full + stage * 8;
+    if (for_x) {
       barrier_expect(arrived, STAGE_BYTES);
       bulk_tensor(x, &p.x, chunk * COLUMNS, token0, arrived);
       bulk_tensor(x + X_HALF, &p.x, chunk * COLUMNS + COLUMNS / 2, token0, arrived);
     }
-    __syncwarp();
-    if (lane < GROUPS_OF_WARPS) {
+    if (for_weight) {
       const u32 group = chunk >> p.shift;
       bulk_copy<4 * TILE_BYTES>(slot, codes + (u32)(chunk * 4 * TILE_BYTES), arrived);
       if (SCALE_TILE) bulk_copy<4 * SCALE_TILE>(slot + 4 * TILE_BYTES, scale + group * (4 * SCALE_TILE), arrived);
@@ -113,10 +114,26 @@ __device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[
   wgmma_wait<1>();
 }
 
+// The same for 16 tokens with mma, which is done when it returns.
+template <int HALF>
+__device__ __forceinline__ void multiply_half(float *sum, const Tile &tile, u32 x, int lane) {
+  u32 a[4][4];
+  operands<HALF>(a, tile);
+  const u32 token = (lane >> 4) * 8 + (lane & 7), piece = lane >> 3 & 1;
+#pragma unroll
+  for (int i = 0; i < 4 * (TOKENS / 16); ++i) {
+    const int j = i / (TOKENS / 16), pair = i % (TOKENS / 16);  // 16 tokens at once
+    u32 b[4];
+    load_matrices(b, x + HALF * X_HALF + (pair * 16 + token) * 128 + ((2 * j + piece) ^ (lane & 7)) * 16);
+    mma(sum + pair * 8, a[j], b[0], b[1]), mma(sum + pair * 8 + 4, a[j], b[2], b[3]);
+  }
+}
+
 // A consumer warp: sum += its rows' products over the chunks of the slice.
-__device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty,
-                                        int first, int last, int warp, int lane) {
-  u32 a[4][4], b[4][4], stage = 0, phase = 0, before = STAGES;  // the last barrier is for the stage that never was
+__device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty, int first, int last,
+                                        int warp, int lane) {
+  [[maybe_unused]] u32 a[4][4], b[4][4], before = STAGES;  // the last barrier is for the stage that never was
+  u32 stage = 0, phase = 0;
   const u32 in_group = warp % 4, row = in_group * 8 + lane / 4;
 #pragma unroll 1
   for (int chunk = first; chunk < last; ++chunk) {
@@ -126,28 +143,44 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
     tile.read_codes(mine + in_group * TILE_BYTES, lane);
     if (SCALE_TILE) read_row<SCALE_BYTES>(tile.scale, mine + 4 * TILE_BYTES + row * SCALE_BYTES);
     if (ZERO_TILE) read_row<ZERO_BYTES>(tile.zero, mine + 4 * (TILE_BYTES + SCALE_TILE) + row * ZERO_BYTES);
+#if TOKENS_N == 16
+    multiply_half<0>(sum[0], tile, x, lane), multiply_half<1>(sum[0], tile, x, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+#else
     start_half<0>(sum, a, tile, x);
     if (lane == 0) barrier_arrive(empty + before * 8);  // nothing reads the stage before any more
     start_half<1>(sum, b, tile, x);
+#endif
     before = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
   wgmma_wait<0>();
 }
 
+// The block's share of the tile's tokens, four rows a thread: sums over the cluster, scaled, shifted, rounded.
 __device__ __forceinline__ void store(const Arguments &p, u32 sums, int row0, int token0, int rank) {
   const float factor = p.factor * (p.tensor_scale ? *p.tensor_scale : 1.f);
-  const int row = threadIdx.x % ROWS, n = row0 + row;
-  if (threadIdx.x >= CONSUMERS || n >= p.N) return;
-  const float scale = (ROW_SCALE ? row_scale(p.scale, n) : 1.f) * factor, shift = p.bias ? x_float(p.bias[n]) : 0.f;
-#pragma unroll 4
-  for (int i = threadIdx.x / ROWS; i < TOKENS / CLUSTER; i += CONSUMERS / ROWS) {
-    const int column = rank * (TOKENS / CLUSTER) + i, token = token0 + column;
-    const u32 from = sums + (column * SUM_STRIDE + row) * 4;
-    float total = 0;
+  constexpr int quads = ROWS / 4, share = TOKENS / CLUSTER;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < share * quads && threadIdx.x < CONSUMERS; i += CONSUMERS) {
+    const int column = rank * share + i / quads, token = token0 + column, row = i % quads * 4, n = row0 + row;
+    if (token >= p.M || n >= p.N) continue;
+    float total[4] = {};
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) total += CLUSTER > 1 ? read_remote(from, r) : read_own(from);
-    if (token < p.M) p.y[(long long)token * p.N + n] = float_x(total * scale + shift);
+    for (int r = 0; r < CLUSTER; ++r) add_four<(CLUSTER > 1)>(total, sums + (column * SUM_STRIDE + row) * 4, r);
+    unsigned short out[4];
+    const int rows = min(4, p.N - n);
+    for (int e = 0; e < 4; ++e) {
+      const int at = n + min(e, rows - 1);
+      const float scale = ROW_SCALE ? row_scale(p.scale, at) * factor : factor;
+      out[e] = float_x(total[e] * scale + (p.bias ? x_float(p.bias[at]) : 0.f));
+    }
+    unsigned short *to = p.y + (long long)token * p.N + n;
+    if (p.N % 4 == 0)
+      *(uint2 *)to = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
+    else
+      for (int e = 0; e < rows; ++e) to[e] = out[e];
   }
 }
 
@@ -169,7 +202,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
 
   if (warp >= WARPS) {
     keep_registers<24, REGISTERS != 0, false>();
-    if (warp == WARPS) feed(p, base, full, empty, row0 / 64, token0, first, last, lane);
+    if (lane == 0) feed(p, base, full, empty, row0 / 64, token0, first, last, warp - WARPS);
+    __syncwarp();
     launch_dependents();
   } else {
     keep_registers<REGISTERS, REGISTERS != 0, true>();

@@ -61,11 +61,6 @@ __device__ __forceinline__ void bulk_tensor(u32 to, const TensorMap *map, int co
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ float read_own(u32 address) {
-  float f;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(f) : "r"(address));
-  return f;
-}
 template <int THREADS_MEETING> __device__ __forceinline__ void consumers_sync() {
   asm volatile("barrier.sync 1, %0;" ::"n"(THREADS_MEETING) : "memory");
 }
@@ -77,23 +72,18 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Four bytes at `address` of block `rank`'s shared memory.
-__device__ __forceinline__ float read_remote(u32 address, u32 rank) {
-  float f;
-  asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %1, %2; ld.shared::cluster.f32 %0, [r]; }"
-               : "=f"(f) : "r"(address), "r"(rank));
-  return f;
+// sum += four floats at `address` of this block's shared memory, or of block `rank`'s of the cluster.
+template <bool REMOTE> __device__ __forceinline__ void add_four(float *sum, u32 address, u32 rank) {
+  float a, b, c, d;
+  if (REMOTE)
+    asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r]; }"
+                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(address), "r"(rank));
+  else
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(address));
+  sum[0] += a, sum[1] += b, sum[2] += c, sum[3] += d;
 }
 
 __device__ __forceinline__ void wgmma(float *d, const u32 *a, u64 b) {
-#if TOKENS_N == 16
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n16k16.f32." X_TYPE "." X_TYPE " {"
-               "%0, %1, %2, %3, %4, %5, %6, %7"
-               "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#endif
 #if TOKENS_N == 32
   asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n32k16.f32." X_TYPE "." X_TYPE " {"
