@@ -24,6 +24,7 @@ _BLOCK_ROWS = 64
 _AVERAGED = 64
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
 _ALIGNMENT, _BARRIERS = 1024, 256
+_REGISTERS = 65536
 _PER_MICROSECOND = 1755.0  # cycles, under load
 _STAGED = 29000.0  # bytes of x that a block of stream.cu stages in a microsecond
 
@@ -140,7 +141,7 @@ class Stream:
         units, (rows, _) = self.units(p), self.grid(p)
         walked = -(-units // rows)  # units of the most loaded block
         steps = walked * -(-self.slice_chunks(p) // self.wk)
-        work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 14 * self.mt) + 24 * self.mt + 80
+        work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 24 * self.mt) + 24 * self.mt + 80
         issue = steps * self.wn * self.wk / 4 * work / _PER_MICROSECOND * 1.3
         load = walked * rows / units  # against an even one
         lean = 1.05 if self.stages == 2 else 1.0  # less in flight
@@ -180,6 +181,11 @@ class Tile:
     def registers(self) -> int:
         """What consumers raise their registers to when sums fill most of them: all that the block was started with."""
         return {2: 240, 3: 160, 4: 112}.get(self.groups, 0) if self.tokens * self.wgmmas >= 128 else 0
+
+    @property
+    def used(self) -> int:
+        """Registers of a thread when the kernel starts: more tokens, more sums."""
+        return 56 + self.tokens if self.tokens <= 64 else _REGISTERS // self.threads
 
     @property
     def registers_fit(self) -> bool:
@@ -230,14 +236,16 @@ class Tile:
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
         blocks, tokens = self.grid(p)[0], self.tokens * self.wgmmas
-        resident = max(1, min(p.machine.shared_bytes // self.shared_bytes(p), 8 // self.groups))
-        rounds = -(-blocks // (self._processors(p) * resident))
-        shared_by = min(resident, -(-blocks // p.machine.processors))  # blocks that hide each other's waits
-        decode = _DECODE[describe(p.format)["CODE"]] / _DECODE[0]
-        chunk = 320 / shared_by + shared_by * self.groups * (210 * decode + 2.4 * self.tokens + 560 * (self.wgmmas - 1))
-        shallow = 1.12 if self.stages < 5 and tokens <= 128 else 1.0
-        busy = rounds * self.slice_chunks(p) * chunk * shallow / _PER_MICROSECOND
-        end = 2.6 + tokens * self.groups / 150 + (0.5 + 0.006 * self.cluster * tokens if self.cluster > 1 else 0.0)
+        resident = max(1, min(p.machine.shared_bytes // self.shared_bytes(p), _REGISTERS // (self.threads * self.used)))
+        processors = self._processors(p)
+        rounds = -(-blocks // (processors * resident))
+        warpgroups = self.groups * min(resident, -(-blocks // processors))  # of a processor
+        decode = 225 * _DECODE[describe(p.format)["CODE"]] / _DECODE[0]
+        chunk = 130 / warpgroups + warpgroups * (decode + tokens * (2.2 + 0.007 * tokens))
+        shared = 1.03 if warpgroups > self.groups else 1.0
+        shallow = 1.06 if self.stages < 5 and tokens <= 128 else 1.0
+        busy = rounds * self.slice_chunks(p) * chunk * shallow * shared / _PER_MICROSECOND
+        end = 2.6 + tokens * self.groups / 250 + (0.6 + 0.004 * self.cluster * tokens if self.cluster > 1 else 0.0)
         return max(busy, p.memory_time * 1.15) + end
 
 
@@ -270,7 +278,7 @@ def candidates(p: Problem) -> Iterator[Stream | Tile]:
     for (rt, wn, wk), stages, slices in product(grids, (2, 3), (1, 2, 4)):
         yield Stream(mt, rt, wn, wk, stages, slices)
     widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
-    for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (8, 5, 3), (1, 2, 4)):
+    for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (5, 8, 3), (1, 2, 4)):
         plan = Tile(groups, n, b, stages, cluster)
         # Splitting K is for filling the machine; beyond two blocks a processor it only adds meetings.
         crowded = cluster > 1 and plan.grid(p)[0] > 2 * p.machine.processors
