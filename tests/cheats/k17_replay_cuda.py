@@ -2,7 +2,7 @@
 
 import torch
 
-PROBLEM = "matmul_gpu"
+PROBLEM = "matmul_large"
 DEVICE = "cuda"
 
 

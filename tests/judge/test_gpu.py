@@ -10,7 +10,7 @@ from collection import PROBLEMS, Exhibit, exhibits
 from nybble.judge import Verdict, Zygote, judge
 
 CHEATS, HONEST = exhibits("cheats", "cuda"), exhibits("honest", "cuda")
-PORTABLE = [e for e in exhibits("honest") if e.file.stem == "triton_kernels"]
+PORTABLE = [e for e in exhibits("honest") if e.label == "triton_kernels.Softmax"]
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def on_gpu() -> Iterator[Callable[..., Verdict]]:
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda e: e.label)
 def test_a_cheat_is_caught(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
-    verdict = on_gpu(cheat)
+    verdict = on_gpu(cheat, stop=True)
     print(verdict.text())
     assert verdict.status in ("wrong", "cheating", "invalid measurement"), verdict.text()
 

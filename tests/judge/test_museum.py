@@ -31,7 +31,7 @@ ALONE = {
     "weights": "k16_in_advance.Folded",
     "shapes": "k12_shape.Padded",
     "background": "k02_background.Queue",
-    "timed": "k07_noop.Third",
+    "timed": "k07_noop.After",
     "own_kernels": "k13_library.Fallback",
     "patched": "k18_baseline.NoLibrary",
     "files": "k19_reads.Arguments",

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from collection import PROBLEMS, exhibits
+from nybble.errors import BadInput
 from nybble.judge import Finding, Verdict, Zygote, judge
 from nybble.judge.page import page
 from nybble.judge.verdict import decide
@@ -101,3 +102,23 @@ def test_a_problem_without_negative_numbers_and_one_with_structure(zygote: Zygot
         spec = str(PROBLEMS / f"{name}.py")
         verdict = judge(spec, f"{spec}:Model", zygote=zygote, rounds=1, seed=2)
         assert verdict.correct, verdict.text()
+
+
+@pytest.mark.parametrize("op", ["linear:linear", "rmsnorm:add_rmsnorm"])
+def test_our_own_ops_are_judged_by_what_they_declare(op: str, zygote: Zygote, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    name, function = op.split(":")
+    right = judge(f"op:{name}", f"nybble.ops.{op}", zygote=zygote, rounds=1, seed=4)
+    assert right.correct, right.text()
+    file = tmp_path / "near.py"
+    file.write_text(
+        f"from nybble.ops.{name} import {function} as right\n"
+        "def near(*args):\n"
+        "    y = right(*args)\n"
+        "    return tuple(1.02 * v for v in y) if isinstance(y, tuple) else 1.02 * y\n"
+    )
+    assert judge(f"op:{name}", f"{file}:near", zygote=zygote, stop=True, seed=4).status == "wrong"
+
+
+def test_an_op_that_does_not_exist(zygote: Zygote) -> None:
+    with pytest.raises(BadInput, match="no such op"):
+        judge("op:matmull", "nybble.ops.linear:linear", zygote=zygote)

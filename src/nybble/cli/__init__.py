@@ -192,7 +192,7 @@ def _add_machine(p: _Parser) -> None:
 
 
 def _add_judge(p: _Parser) -> None:
-    p.add_argument("problem", metavar="PROBLEM", help="FILE.py with Model and get_inputs; FILE.py:FUNCTION")
+    p.add_argument("problem", metavar="PROBLEM", help="FILE.py with Model and get_inputs; FILE.py:FUNCTION; op:NAME")
     p.add_argument("candidate", metavar="CANDIDATE", help="FILE.py with ModelNew; FILE.py:NAME; MODULE:NAME")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
     p.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, with the evidence")

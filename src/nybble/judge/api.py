@@ -13,6 +13,7 @@ import torch
 from nybble.errors import BadInput, UnknownName
 from nybble.judge.checks import Check, all_checks
 from nybble.judge.isolate import Candidate, CandidateError, Ended, Limits, Zygote
+from nybble.judge.op_problem import open_problem
 from nybble.judge.problem import Problem, split
 from nybble.judge.timing import BASELINES
 from nybble.judge.trial import Refused, Trial
@@ -36,9 +37,8 @@ def judge(
     """Judge a candidate.
 
     Args:
-        problem: FILE.py with Model, get_inputs and get_init_inputs; or FILE.py:FUNCTION or MODULE:FUNCTION beside a
-        get_inputs.
-            It is trusted: it runs in this process.
+        problem: FILE.py with Model, get_inputs and get_init_inputs; FILE.py:FUNCTION or MODULE:FUNCTION beside a
+            get_inputs; or op:NAME, one of nybble's ops. It is trusted: it runs in this process.
         candidate: FILE.py with ModelNew, FILE.py:NAME or MODULE:NAME. It runs in a process of its own.
         device: "cpu" or "cuda".
         seed: of a verdict to be had again; None draws one after the candidate was imported.
@@ -62,7 +62,7 @@ def judge(
     for name in baselines:
         if name not in BASELINES:
             raise UnknownName("baseline", name, BASELINES)
-    task = Problem(problem, device)
+    task = open_problem(problem, device)
     path, name = split(candidate, task.name if not isinstance(task.make, type) else "ModelNew")
     if path.endswith(".py"):
         if not Path(path).is_file():

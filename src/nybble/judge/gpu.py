@@ -38,7 +38,6 @@ def measure(run: Callable[[str], Any], slots: list[str]) -> tuple[dict[str, Any]
     device, host, outputs = [], [], []
     for slot in slots:
         driver.cuCtxResetPersistingL2Cache()
-        driver.cuCtxSetLimit(_PERSISTING, ctypes.c_size_t(0))
         flush.fill_(1)
         start, end = _event(enable_timing=True), _event(enable_timing=True)
         _synchronize()

@@ -56,8 +56,8 @@ def _speeds(verdict: Verdict) -> str:
     best = min(verdict.ratios.values(), default=None)
     said = f"{best:.2f}x over the best baseline" if best is not None else "no baseline ran"
     share = f"; {verdict.roofline:.0%} of this machine's roofline" if verdict.roofline is not None else ""
-    floor = f"an empty call takes {verdict.resolution:.2g} ms, contained in every time"
-    return f"<table>{head}{''.join(rows)}</table><p>{said}{share}; {floor}.</p>"
+    floor = f"; an empty call takes {verdict.resolution:.2g} ms, contained in every time" if verdict.resolution else ""
+    return f"<table>{head}{''.join(rows)}</table><p>{said}{share}{floor}.</p>"
 
 
 def _e(text: str) -> str:

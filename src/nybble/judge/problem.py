@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.judge.agreement import Budget, budget
+from nybble.judge.wire import to_bytes
 
 State = dict[str, Tensor]
 _HEADROOM = 1024.0
@@ -109,6 +110,14 @@ class Problem:
             raise BadInput(f"{self.spec}: get_inputs() gave a {type(values).__name__}, expected a list")
         return [v.detach().cpu() if isinstance(v, Tensor) else v for v in values]
 
+    def cost(self, case: Case) -> tuple[float, float] | None:
+        """(operations, bytes) that a call must take at least, where the problem knows; None: to be found out."""
+        return None
+
+    def extra(self, seed: int) -> list[Case]:
+        """Cases that the problem brings along, of other shapes."""
+        return []
+
     def expect(self, case: Case) -> Expected | None:
         """The answer, or None where the reference raises or gives what is not finite: then the question is not fair."""
         try:
@@ -146,11 +155,7 @@ class Problem:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits, NaN included."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(value: Tensor) -> Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return a.shape == b.shape and a.dtype == b.dtype and to_bytes(a) == to_bytes(b)
 
 
 def _home(value: Any) -> Any:

@@ -169,7 +169,11 @@ class Trial:
             return [Finding(check, "wrong", f"{count} outputs for {case.label}, expected {len(expected.budgets)}")]
         for number, (y, allowed, facts) in enumerate(zip(answer.outputs, expected.budgets, answer.facts, strict=True)):
             where = f"output {number} for {case.label}" if count > 1 else f"the output for {case.label}"
-            wanted = {"dtype": str(allowed.dtype), "shape": list(allowed.reference.shape), "device": self.device}
+            wanted = {
+                "dtype": str(allowed.dtype),
+                "shape": list(allowed.reference.shape),
+                "device": self.device.split(":")[0],
+            }
             if not isinstance(y, Tensor):
                 return [Finding(check, "wrong", f"{where} is a {facts['type']}, expected a plain torch.Tensor")]
             seen = {"dtype": str(y.dtype), "shape": list(y.shape), "device": facts.get("device", "cpu")}

@@ -58,7 +58,7 @@ class Verdict:
         speeds: candidate first, then the baselines; empty unless the status is correct.
         ratios: baseline -> its median over the candidate's.
         roofline: the share of the machine's measured ceiling, None where it was not measured.
-        resolution: milliseconds of an empty round trip, contained in every time.
+        resolution: milliseconds of an empty round trip, contained in every time; 0 where the device's clock was read.
         seconds: what the judgement cost.
     """
 
@@ -111,7 +111,9 @@ class Verdict:
             lines.append(f"  speed-up: {self.ratios[best]:.2f}x over the best baseline ({best})")
         if self.roofline is not None:
             lines.append(f"  {self.roofline:.0%} of this machine's roofline")
-        return "\n" + "\n".join([*lines, f"  an empty call takes {self.resolution:.2g} ms, contained in every time"])
+        if self.resolution:
+            lines.append(f"  an empty call takes {self.resolution:.2g} ms, contained in every time")
+        return "\n" + "\n".join(lines)
 
 
 def decide(findings: list[Finding]) -> str:

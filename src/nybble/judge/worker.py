@@ -86,7 +86,7 @@ class Slot:
         self.device = device
         self.bases: list[Tensor] = []
         self.writers: list[Tensor] = []
-        self.values: list[Any] = wire.unpack(tree, blobs, self._place)
+        self.values: list[Any] = wire.unpack(tree, blobs, self._place, from_judge=True)
 
     def _place(self, value: Tensor, stride: Sequence[int]) -> Tensor:
         size, item = list(value.shape), value.element_size()
@@ -101,7 +101,7 @@ class Slot:
 
     def overwrite(self, tree: Any, blobs: Sequence[bytearray]) -> None:
         """New values at the same addresses."""
-        fresh = [value for value in _leaves(wire.unpack(tree, blobs)) if isinstance(value, Tensor)]
+        fresh = [value for value in _leaves(wire.unpack(tree, blobs, from_judge=True)) if isinstance(value, Tensor)]
         for writer, value in zip(self.writers, fresh, strict=True):
             writer.copy_(value)
 
@@ -160,7 +160,7 @@ class Worker:
         self.slots.clear()
         self.outputs, self.snapshots = [], []
         torch.manual_seed(seed)
-        model = self.factory if function else self.factory(*wire.unpack(init, blobs))
+        model = self.factory if function else self.factory(*wire.unpack(init, blobs, from_judge=True))
         self.model = model.to(self.device).eval() if isinstance(model, torch.nn.Module) else model
         self.call_it = torch.compile(self.model, mode=compile) if compile else self.model
         return {"parameters": [[k, list(v.shape), str(v.dtype)] for k, v in self._state().items()]}, []
@@ -223,7 +223,7 @@ class Worker:
             value = _as_list(self.outputs[index])
         else:
             value = self._state() if what == "state" else list(self.slots[what].values)
-        value = [v if isinstance(v, Tensor) else None for v in value] if what in ("outputs", "later") else value
+        value = [v if isinstance(v, Tensor) else None for v in value] if isinstance(value, list) else value
         return {"value": wire.pack(value, blobs)}, blobs
 
     def fences(self) -> Any:

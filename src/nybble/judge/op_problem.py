@@ -1,0 +1,102 @@
+"""nybble's own ops as problems: `op:linear` has the reference, the cases and the agreement that the op declares.
+
+One case of the op, chosen by the seed, is the problem's input; its plain tensors are drawn anew for each question,
+and quantized weights stay. Others of its cases are asked as other shapes. The candidate is a function with the op's
+arguments, such as `nybble.ops.linear:linear` itself or a kernel that wants to replace it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.errors import BadInput
+from nybble.judge.agreement import Budget
+from nybble.judge.problem import Case, Expected, Problem, seed_of
+from nybble.ops._declare import Op
+
+PREFIX = "op:"
+_ASKED, _LARGE = 16, 64
+
+
+def open_problem(spec: str, device: str) -> Problem:
+    """A file, a function, or one of nybble's ops."""
+    return OpProblem(spec, device) if spec.startswith(PREFIX) else Problem(spec, device)
+
+
+class OpProblem(Problem):
+    """An op's declaration in a problem's clothes."""
+
+    def __init__(self, spec: str, device: str = "cpu") -> None:
+        self.spec, self.device, self.path = spec, device, f"nybble.ops.{spec.removeprefix(PREFIX)}"
+        try:
+            self.module = import_module(self.path)
+        except ImportError as error:
+            raise BadInput(f"{spec}: nybble has no such op ({error})") from error
+        ops = [value for value in vars(self.module).values() if isinstance(value, Op)]
+        if not ops:
+            raise BadInput(f"{spec}: {self.path} declares no op")
+        self.op, self.name = ops[0], ops[0].name
+        self.make = self.op.reference
+        self.function, self.model, self.init, self.state = True, self.op.reference, [], {}
+        self.all_cases = [args for _, args in self.op.cases(device) if any(_wide(v) for v in args)]
+        self.given: tuple[Any, ...] = self.all_cases[0]
+
+    def build(self, seed: int) -> None:
+        """Choose the case."""
+        large = [args for args in self.all_cases if any(_wide(v) and v.numel() >= _LARGE for v in args)]
+        self.given = random.Random(seed_of(seed, "case")).choice(large or self.all_cases)
+
+    def inputs(self, seed: int) -> list[Any]:
+        """The case's arguments, its plain floating tensors drawn anew."""
+        g = torch.Generator().manual_seed(seed)
+        return [_draw(v, g) if _wide(v) else v for v in self.given]
+
+    def cost(self, case: Case) -> tuple[float, float]:
+        """What the op declares."""
+        cost = self.op.cost(*case.inputs)
+        return cost.flops, cost.nbytes
+
+    def extra(self, seed: int) -> list[Case]:
+        """Other cases of the op."""
+        draw = random.Random(seed_of(seed, "extra"))
+        chosen = draw.sample(range(len(self.all_cases)), min(_ASKED, len(self.all_cases)))
+        return [Case(f"case {i} of {self.name}", [_home(v) for v in self.all_cases[i]]) for i in chosen]
+
+    def expect(self, case: Case) -> Expected | None:
+        """The reference's result, with the op's own agreement as the budget."""
+        given = tuple(v.to(self.device) if isinstance(v, Tensor) else copy.deepcopy(v) for v in case.inputs)
+        try:
+            result: Any = self.op.reference(*given)
+            size = self.op.size(*given)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None
+        outputs = list(result) if isinstance(result, list | tuple) else [result]
+        if not all(bool(v.isfinite().all()) for v in outputs):
+            return None
+        budgets = [self._budget(v, size) for v in outputs]
+        return Expected(budgets, list(case.inputs), {}, isinstance(result, list | tuple))
+
+    def _budget(self, reference: Tensor, size: float) -> Budget:
+        norm = float(reference.double().norm())
+        limit = self.op.agreement.limits[reference.dtype] * (max(1.0, size / norm) if norm else 1.0)
+        return Budget(reference.double().cpu(), reference.dtype, limit, float("inf"))
+
+
+def _wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.numel() > 0
+
+
+def _draw(value: Tensor, g: torch.Generator) -> Tensor:
+    """Standard normal, with the strides of the case."""
+    fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return fresh.copy_(torch.randn(value.shape, generator=g))
+
+
+def _home(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
