@@ -177,7 +177,7 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same(tmp_path: Path, monke
     assert list(json.loads((tmp_path / "manifest.json").read_text())["stages"]) == ["blocks.0"]
     seen: list[tuple[int, int, str]] = []
     gathered = []
-    monkeypatch.setattr(Inputs, "add", lambda self, x, add=Inputs.add: gathered.append(x) or add(self, x))
+    monkeypatch.setattr(Inputs, "add", lambda self, *x, add=Inputs.add: gathered.append(x) or add(self, *x))
     model = nybble.quantize_(
         Model(), "NVFP4", "schur", calibration=calibration(), work_dir=tmp_path, progress=lambda *a: seen.append(a)
     )

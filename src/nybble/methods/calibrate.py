@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput
+from nybble.formats.spec import BlockFormat
 from nybble.methods.layer import Inputs
+from nybble.ops.linear.reference import round_activation
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 Calibration = Iterable[Batch] | Callable[[], Iterable[Batch]]
@@ -92,12 +94,20 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def collect(
-    linears: Mapping[str, nn.Linear], runs: Iterable[object], around: nn.Module | None = None
+    linears: Mapping[str, nn.Linear],
+    runs: Iterable[object],
+    around: nn.Module | None = None,
+    activation: BlockFormat | None = None,
 ) -> dict[str, Inputs]:
     """What reaches each linear while `runs` is gone through, one item a batch.
 
-    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry. With
-    `around`, a module that holds the linears, inputs know the normalization in it that made them.
+    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry.
+
+    Args:
+        linears: by name.
+        runs: each item is one batch that ran through the model.
+        around: a module that holds the linears; inputs then know the normalization in it that made them.
+        activation: inputs then also know what rounding to it makes of them.
 
     Raises:
         BadInput: an input holds NaN or infinity (layer and batch named).
@@ -107,35 +117,37 @@ def collect(
     try:
         for number, _ in enumerate(runs, 1):
             for names, x, producer in watch.take():
-                _add(seen, names, x, producer, number)
+                inputs = _entry(seen, names, x, producer)
+                _add(inputs, names[0], x, activation, number)
     finally:
         watch.close()
     return _by_name(seen)
 
 
-def _add(
-    seen: dict[tuple[str, ...], Inputs], names: tuple[str, ...], x: Tensor, producer: nn.Module | None, number: int
-) -> None:
-    if not x.numel():
-        return
+def _entry(
+    seen: dict[tuple[str, ...], Inputs], names: tuple[str, ...], x: Tensor, producer: nn.Module | None
+) -> Inputs:
     inputs = seen.get(names)
     if inputs is None:
         inputs = seen[names] = Inputs(x.shape[-1], x.device)
         inputs.producer = producer
     if inputs.producer is not producer:
         inputs.producer = None
+    return inputs
+
+
+def _add(inputs: Inputs, name: str, x: Tensor, activation: BlockFormat | None, number: int) -> None:
+    rounded = None if activation is None else round_activation(x.detach(), activation)
     try:
-        inputs.add(x)
+        inputs.add(x, rounded)
     except BadInput as error:
-        raise BadInput(
-            f"calibration: the input of {names[0]} holds NaN or infinity (batch {number}: {error})"
-        ) from None
+        raise BadInput(f"calibration: the input of {name} holds NaN or infinity (batch {number}: {error})") from None
 
 
 def _by_name(seen: Mapping[tuple[str, ...], Inputs]) -> dict[str, Inputs]:
     found: dict[str, Inputs] = {}
     for names, inputs in seen.items():
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(names) if inputs.tokens else ():
             found[name] = found[name].merge(inputs) if name in found else inputs
     return found
 

@@ -16,13 +16,14 @@ Source: Frantar, Ashkboos, Hoefler, Alistarh: GPTQ, arXiv 2210.17323.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from nybble.errors import BadInput
-from nybble.methods.columns import GroupScale, Target, ordered, sweep, target
-from nybble.methods.layer import Factor, Layer
+from nybble.methods.columns import GroupScale, Policy, Target, ordered, sweep, target
+from nybble.methods.layer import Factor, Layer, absorbed
 from nybble.quantize import QuantTensor
 from nybble.quantize.blocks import sides
 
@@ -37,11 +38,14 @@ class Config:
         rule: the scale rule; None takes the scheme's.
         damping: added to the diagonal of H, in units of its mean.
         act_order: whether groups, and columns within a group, are taken by falling diag(H).
+        absorb: where the scheme rounds inputs, whether the weight first moves to where it serves rounded inputs best
+            (layer.py).
     """
 
     rule: str | None = None
     damping: float = 0.01
     act_order: bool = False
+    absorb: bool = True
 
 
 def apply(layer: Layer, config: Config) -> QuantTensor:
@@ -54,7 +58,34 @@ def apply(layer: Layer, config: Config) -> QuantTensor:
     Raises:
         BadInput: there are no inputs, or they hold NaN.
     """
-    return sweep(layer, target(layer, config.rule), prepared(layer, config.damping, config.act_order), by_rule)
+    return solved(layer, config, by_rule)
+
+
+class Settings(Protocol):
+    """What GPTQ and its kin have in common."""
+
+    @property
+    def rule(self) -> str | None:
+        """The scale rule."""
+
+    @property
+    def damping(self) -> float:
+        """Of H, in units of its mean diagonal."""
+
+    @property
+    def act_order(self) -> bool:
+        """Whether the largest of diag(H) comes first."""
+
+    @property
+    def absorb(self) -> bool:
+        """Whether the weight moves towards rounded inputs."""
+
+
+def solved(layer: Layer, config: Settings, policy: Policy) -> QuantTensor:
+    """Sweep a layer's weight under a policy for scales."""
+    factor = prepared(layer, config.damping, config.act_order)
+    moved = replace(layer, weight=absorbed(layer, config.damping)) if config.absorb else layer
+    return replace(sweep(moved, target(moved, config.rule), factor, policy), dtype=layer.weight.dtype)
 
 
 def prepared(layer: Layer, damping: float, act_order: bool) -> Factor:
@@ -62,7 +93,7 @@ def prepared(layer: Layer, damping: float, act_order: bool) -> Factor:
     if layer.inputs is None:
         raise BadInput(f"{layer.name}: this method needs to see inputs: give calibration")
     width = sides(layer.scheme.weight, tuple(layer.weight.shape))[1]
-    diagonal = layer.inputs.second_moment.diagonal()
+    diagonal = layer.inputs.fed.diagonal()
     return layer.inputs.factor(damping, ordered(diagonal, width, act_order))
 
 

@@ -8,7 +8,17 @@ so that all that an output-aware method has to know of the inputs is H, the seco
 the Hessian of the mean error, hence the name). It is the same for all rows of W, and for all linears that are fed
 the same tensor. `relative_error` is this error over that of rounding everything to zero.
 
-H costs K^2 T multiplications to gather and 8 K^2 bytes to hold: products in float32, their sum in float64.
+Where the scheme rounds inputs too, the linear is fed a = Q(x) and the error is that of x W^T - a Ŵ^T. With A the second
+moment of a and C = 1/T sum x_t^T a_t it is, up to a constant, tr((W* - Ŵ) A (W* - Ŵ)^T) for
+
+    W* = W C A^-1
+
+so that all methods serve as they are, for another weight and another moment. W* is W behind a Wiener filter: the noise
+of rounding is spread over all directions, the inputs are not, and in directions where there is little but noise W*
+is small. `absorbed` gives it.
+
+H costs K^2 T multiplications to gather and 8 K^2 bytes to hold, A and C as much each: products in float32, their sums
+in float64.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ class Inputs:
     Attributes:
         tokens: how many inputs were seen.
         second_moment: H, float64 [K, K].
+        fed: the second moment of what the linear is fed in the end: A where inputs are rounded, else H.
         amax: largest magnitude of each input channel, float32 [K].
         mean_abs: mean magnitude of each input channel, float32 [K].
         producer: the normalization whose very output these inputs always were, or None.
@@ -39,6 +50,8 @@ class Inputs:
 
     def __init__(self, k: int, device: torch.device | str = "cpu") -> None:
         self.tokens = 0
+        self._fed: Tensor | None = None
+        self._cross: Tensor | None = None
         self.amax = torch.zeros(k, dtype=torch.float32, device=device)
         self._sum = torch.zeros(k, k, dtype=torch.float64, device=device)
         self._abs = torch.zeros(k, dtype=torch.float64, device=device)
@@ -51,12 +64,22 @@ class Inputs:
         return self._sum / max(self.tokens, 1)
 
     @property
+    def fed(self) -> Tensor:
+        """A where inputs are rounded, else H: float64 [K, K]."""
+        return self.second_moment if self._fed is None else self._fed / max(self.tokens, 1)
+
+    @property
+    def cross(self) -> Tensor | None:
+        """C, the mean of x^T a: float64 [K, K]; None where inputs are not rounded or were scaled since."""
+        return None if self._cross is None else self._cross / max(self.tokens, 1)
+
+    @property
     def mean_abs(self) -> Tensor:
         """The mean of |x|: float32 [K]."""
         return (self._abs / max(self.tokens, 1)).to(torch.float32)
 
-    def add(self, x: Tensor) -> None:
-        """Take in inputs [..., K].
+    def add(self, x: Tensor, rounded: Tensor | None = None) -> None:
+        """Take in inputs [..., K], and the same as the linear will be fed them where it rounds them.
 
         Raises:
             BadInput: one is NaN or infinite.
@@ -72,6 +95,10 @@ class Inputs:
         self.amax = torch.maximum(self.amax, amax)
         self._abs += magnitude.sum(0)
         self._sum += rows.t() @ rows
+        if rounded is not None:
+            fed = rounded.detach().reshape(rows.shape).to(torch.float32)
+            self._fed = _plus(self._fed, fed.t() @ fed)
+            self._cross = _plus(self._cross, rows.t() @ fed)
 
     def merge(self, other: Inputs) -> Inputs:
         """What both saw together."""
@@ -79,13 +106,17 @@ class Inputs:
         both.tokens = self.tokens + other.tokens
         both.amax = torch.maximum(self.amax, other.amax)
         both._sum, both._abs = self._sum + other._sum, self._abs + other._abs
+        if self._fed is not None and other._fed is not None:
+            both._fed = self._fed + other._fed
+        if self._cross is not None and other._cross is not None:
+            both._cross = self._cross + other._cross
         return both
 
     def mapped(self, matrix: Tensor) -> Inputs:
         """What would have been seen of x M for a matrix M [K, K] or a diagonal [K].
 
-        H becomes M^T H M. Largest and mean magnitudes follow from those seen only for a diagonal; for a matrix the
-        root mean square stands in for both.
+        H becomes M^T H M; what rounding will make of the new inputs is not known. Largest and mean magnitudes follow
+        from those seen only for a diagonal; for a matrix the root mean square stands in for both.
         """
         new = Inputs(len(self.amax), self.amax.device)
         new.tokens, new.producer = self.tokens, self.producer
@@ -103,8 +134,12 @@ class Inputs:
         """The factor of the damped inverse, remembered: linears with the same inputs share it."""
         key = (damping, tuple(order.tolist()))
         if key not in self._factors:
-            self._factors[key] = factor(self.second_moment, damping, order)
+            self._factors[key] = factor(self.fed, damping, order)
         return self._factors[key]
+
+
+def _plus(total: Tensor | None, product: Tensor) -> Tensor:
+    return product.to(torch.float64) if total is None else total.add_(product)
 
 
 @dataclass(frozen=True)
@@ -172,6 +207,23 @@ class Layer:
     scheme: Scheme
     tensor_amax: Tensor | None = None
     inputs: Inputs | None = field(default=None, compare=False)
+
+
+def absorbed(layer: Layer, damping: float) -> Tensor:
+    """W* = W (C + d) (A + d)^-1, float64 [N, K]: W itself where inputs are not rounded.
+
+    Args:
+        layer: with its inputs.
+        damping: d, in units of the mean diagonal of A.
+    """
+    weight = layer.weight.detach().to(torch.float64)
+    cross = None if layer.inputs is None else layer.inputs.cross
+    if layer.inputs is None or cross is None:
+        return weight
+    fed = layer.inputs.fed
+    d = torch.eye(len(fed), dtype=fed.dtype, device=fed.device) * (damping * float(fed.diagonal().mean()) or 1.0)
+    moved: Tensor = torch.linalg.solve(fed + d, (weight @ (cross + d)).t()).t()
+    return moved.contiguous()
 
 
 def relative_error(weight: Tensor, rounded: QuantTensor | Tensor, second_moment: Tensor) -> float:

@@ -80,7 +80,9 @@ class Run:
     def _inputs(self, stage: Stage) -> dict[str, Inputs]:
         if self.driver is None:
             return {}
-        seen = collect(stage.linears, self.driver.run(stage), stage.module)
+        scaled = any(hasattr(part.module, "fold") for part in self.plan.changes)
+        activation = None if scaled else self.scheme.activation  # scaling would change what rounding makes of inputs
+        seen = collect(stage.linears, self.driver.run(stage), stage.module, activation)
         for name, inputs in seen.items():
             tokens, k = inputs.tokens, len(inputs.amax)
             if tokens < k and (self.starved is None or tokens * self.starved[1] < self.starved[0] * k):

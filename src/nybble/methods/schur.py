@@ -34,8 +34,8 @@ from torch import Tensor
 from nybble.errors import BadInput, Unsupported
 from nybble.formats import array
 from nybble.formats.spec import BlockFormat
-from nybble.methods.columns import GroupScale, Target, sweep, target
-from nybble.methods.gptq import prepared
+from nybble.methods.columns import GroupScale, Target
+from nybble.methods.gptq import solved
 from nybble.methods.layer import Layer
 from nybble.quantize import QuantTensor, elements, scales
 
@@ -52,7 +52,7 @@ class Config:
         rule: the scale rule that candidates must beat; None takes the scheme's.
         window: candidates to either side of the proposal.
         steps: J, how often the proposal is refined.
-        damping, act_order: as for gptq.
+        damping, act_order, absorb: as for gptq.
     """
 
     rule: str | None = None
@@ -60,6 +60,7 @@ class Config:
     steps: int = 3
     damping: float = 0.01
     act_order: bool = False
+    absorb: bool = True
 
 
 def apply(layer: Layer, config: Config) -> QuantTensor:
@@ -78,12 +79,11 @@ def apply(layer: Layer, config: Config) -> QuantTensor:
         raise Unsupported(f"schur needs groups within a row; {fmt.name} shares a scale over {fmt.block} (gptq serves)")
     if config.window < 0 or config.steps < 0:
         raise BadInput(f"schur: window {config.window} and steps {config.steps} must not be negative")
-    factor = prepared(layer, config.damping, config.act_order)
 
     def policy(target: Target, group: Tensor, upper: Tensor) -> GroupScale:
         return choose(target, group, upper, config.window, config.steps)
 
-    return sweep(layer, target(layer, config.rule), factor, policy)
+    return solved(layer, config, policy)
 
 
 def metric(upper: Tensor) -> Tensor:
