@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b", choices=SHAPES)
     parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16")
     parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--out")
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -151,7 +152,7 @@ def main() -> None:
     record = {
         "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model], "prompt": PROMPT, "new": NEW,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": commit(),
+        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
         "copy_bytes_per_second": bandwidth, "rows": rows,
     }  # fmt: skip
     if options.out:
