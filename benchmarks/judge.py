@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from collection import Exhibit, exhibits  # noqa: E402
 from nybble.judge import Zygote, judge  # noqa: E402
-from nybble.judge.checks import all_checks  # noqa: E402
+from nybble.judge.checks import Check, all_checks  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "judge.json"
 PAGE = ROOT / "docs" / "why" / "judge.md"
@@ -66,10 +66,15 @@ def one(e: Exhibit, zygote: Zygote, seed: int, stop: bool) -> list[Any]:
 
 def ablation(store: Store, zygote: Zygote) -> None:
     """Each check alone against each cheat."""
-    for check in all_checks():
+    for check in usual_checks():
         for e in exhibits("cheats"):
             store.get(f"alone {check.name} {e.label}", lambda e=e, c=check.name: alone(e, zygote, c))
         print(f"{check.name} done", flush=True)
+
+
+def usual_checks() -> list[Check]:
+    """Those that every verdict runs."""
+    return [check for check in all_checks() if not check.optional]
 
 
 def alone(e: Exhibit, zygote: Zygote, check: str) -> bool:
@@ -120,7 +125,7 @@ def shares(rows: Rows) -> str:
 
 def table(rows: Rows) -> str:
     """Which check alone catches which cheat."""
-    names = [c.name for c in all_checks()]
+    names = [c.name for c in usual_checks()]
     lines = ["| kind | cheat | fools the naive grader | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 3)]
     for e in exhibits("cheats"):
         marks = ["●" if rows.get(f"alone {name} {e.label}") else "" for name in names]

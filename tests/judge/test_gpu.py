@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -47,6 +48,13 @@ def test_an_honest_kernel_is_let_through(kernel: Exhibit, on_gpu: Callable[..., 
 @pytest.mark.parametrize("cheat", [e for e in CHEATS if e.kind == 1], ids=lambda e: e.label)
 def test_timing_alone_sees_another_stream(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
     assert not on_gpu(cheat, checks=["timed"]).correct
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer on the PATH")
+def test_compute_sanitizer_sees_a_read_past_the_end(on_gpu: Callable[..., Verdict]) -> None:
+    verdict = on_gpu(next(e for e in CHEATS if e.label == "k14_bounds_cuda.OverRead"), checks=["sanitizer"])
+    print(verdict.text())
+    assert verdict.status == "wrong", verdict.text()
 
 
 def test_the_baselines_run(on_gpu: Callable[..., Verdict]) -> None:

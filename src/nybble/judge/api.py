@@ -39,15 +39,12 @@ def judge(
     Args:
         problem: FILE.py with Model, get_inputs and get_init_inputs; FILE.py:FUNCTION or MODULE:FUNCTION beside a
             get_inputs; or op:NAME, one of nybble's ops. It is trusted: it runs in this process.
-        candidate: FILE.py with ModelNew, FILE.py:NAME or MODULE:NAME. It runs in a process of its own.
-        device: "cpu" or "cuda".
-        seed: of a verdict to be had again; None draws one after the candidate was imported.
-        baselines: of "eager", "compile", "graph": what the candidate's speed is compared with.
-        checks: names of the only checks to run; None runs all. Without "timed" there is no speed.
-        own_kernels: handing the work to the framework is cheating.
-        limits: time, memory, files, output and processes of the candidate.
-        rounds: of timing.
-        stop: with the first finding against the candidate; otherwise every check has its say.
+        candidate: FILE.py with ModelNew, FILE.py:NAME or MODULE:NAME. It runs in a process of its own. device: "cpu"
+        or "cuda". seed: of a verdict to be had again; None draws one after the candidate was imported. baselines: of
+        "eager", "compile", "graph": what the candidate's speed is compared with. checks: names of the only checks to
+        run; None runs all but those that are run on request. Without "timed" there is no speed. own_kernels: handing
+        the work to the framework is cheating. limits: time, memory, files, output and processes of the candidate.
+        rounds: of timing. stop: with the first finding against the candidate; otherwise every check has its say.
         zygote: a running starter of candidates, to save its start (about two seconds) when judging many.
 
     Returns:
@@ -90,7 +87,7 @@ def _chosen(names: Sequence[str] | None) -> list[Check]:
     for name in names or ():
         if name not in {check.name for check in known}:
             raise UnknownName("check", name, [check.name for check in known])
-    return [check for check in known if names is None or check.name in names]
+    return [check for check in known if (not check.optional if names is None else check.name in names)]
 
 
 @contextmanager

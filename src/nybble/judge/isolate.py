@@ -94,7 +94,7 @@ class Zygote:
         self.control = ours
         command = [sys.executable, "-m", "nybble.judge.zygote", str(theirs.fileno())]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=_environment(device, threads), stdin=subprocess.DEVNULL,
+            command, pass_fds=[theirs.fileno()], env=environment(device, threads), stdin=subprocess.DEVNULL,
             cwd=tempfile.gettempdir(),
         )  # fmt: skip
         theirs.close()
@@ -141,8 +141,8 @@ class Zygote:
         atexit.unregister(self.close)
 
 
-def _environment(device: str, threads: int) -> dict[str, str]:
-    """A small one: nothing of the judge's own environment but what finding libraries and compilers takes."""
+def environment(device: str, threads: int) -> dict[str, str]:
+    """A small one for a candidate: of the judge's own only what finding libraries and compilers takes."""
     kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "OMP_WAIT_POLICY": "passive",
@@ -230,7 +230,7 @@ class Candidate:
             raise self._why_gone(error, do) from error
         self._drain()
         if "error" in answer:
-            raise CandidateError(*(_text(answer.get(part)) for part in ("error", "message", "trace")))
+            raise CandidateError(*(printable(answer.get(part)) for part in ("error", "message", "trace")))
         return answer, back
 
     def _await(self, deadline: float, do: str) -> None:
@@ -265,8 +265,8 @@ class Candidate:
                     del kept[:-_PRINTED_KEPT]
                     if self._printed_bytes > self.limits.printed:
                         break
-        self.printed = _text(self._pipes[self._out].decode(errors="replace"))
-        self.events = [_text(line) for line in self._pipes[self._event].decode(errors="replace").splitlines()]
+        self.printed = printable(self._pipes[self._out].decode(errors="replace"))
+        self.events = [printable(line) for line in self._pipes[self._event].decode(errors="replace").splitlines()]
 
     def _why_gone(self, error: Exception, do: str) -> Ended:
         self._drain()
@@ -353,6 +353,6 @@ def _kill(pid: int) -> None:
         return
 
 
-def _text(value: Any) -> str:
+def printable(value: Any) -> str:
     """Text from a candidate with control characters taken out, so that it cannot write on a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in str(value))

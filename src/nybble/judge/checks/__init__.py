@@ -22,11 +22,12 @@ _LAST = ("background", "timed", "patched", "files")
 
 @dataclass(frozen=True)
 class Check:
-    """A suspicion: its name, the kinds it is for, a sentence, and the function that looks."""
+    """A suspicion: its name, the kinds it is for, a sentence, whether it runs only when named, and what looks."""
 
     name: str
     kinds: tuple[int, ...]
     about: str
+    optional: bool
     run: Callable[[Trial], Iterator[Finding]]
 
 
@@ -39,4 +40,5 @@ def all_checks() -> list[Check]:
 
 def _load(name: str) -> Check:
     module = import_module(f"{__name__}.{name}")
-    return Check(name, module.KINDS, (module.__doc__ or "").split("\n")[0], module.run)
+    about = (module.__doc__ or "").split("\n")[0]
+    return Check(name, module.KINDS, about, getattr(module, "OPTIONAL", False), module.run)
