@@ -95,6 +95,13 @@ def describe(device: str = "cpu") -> Machine:
     return Machine("cpu", name, torch.get_num_threads(), _memory(), None, features, torch.__version__, system)
 
 
+def busy() -> bool:
+    """Whether other work competes for the processors: over the last minute, more than one thread had to wait."""
+    if not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] > (os.cpu_count() or 1) + 1
+
+
 def _cpuinfo() -> dict[str, str]:
     """The first processor's lines of /proc/cpuinfo; empty where there is none."""
     path = Path("/proc/cpuinfo")

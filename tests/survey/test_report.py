@@ -107,6 +107,12 @@ def test_the_page_says_everything_and_escapes_it() -> None:
     assert content.count('<tr class="chosen"') == 1
 
 
+def test_speeds_of_a_busy_machine_are_called_unsteady() -> None:
+    assert "busy" not in report.page(result(3)).split("<svg")[0]
+    noisy = replace(result(3), rows=[replace(row, busy=row.scheme == "SCHEME_1") for row in rows(3)])
+    assert "while 1 of 4 rows were measured" in report.page(noisy)
+
+
 @pytest.mark.parametrize("count", [0, 1, 22, 40])
 def test_no_label_covers_another_or_a_point(count: int) -> None:
     figure = plot.draw(result(count))

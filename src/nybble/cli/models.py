@@ -44,6 +44,7 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     from nybble.survey import DEFAULT_SCHEMES, Request
     from nybble.survey import survey as run
     from nybble.survey.live import Screen
+    from nybble.survey.rows import busy_note
     from nybble.survey.store import PAGE, RESULT
 
     _hush()
@@ -69,6 +70,8 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
         f"\nKL: nats a token to the original, in {original.quality_dtype}; tok/s: one sequence, the original in "
         f"{original.decode_dtype}; ratio: to the original, in turns", soft_wrap=True,
     )  # fmt: skip
+    if note := busy_note(result.rows):
+        console.print(f"\n{note}", soft_wrap=True)
     if advice is not None:
         console.print(f"\nrecommended: {advice.scheme}\n{advice.reason}", soft_wrap=True)
     console.print(f"\nwritten: {options.out / RESULT}, {options.out / PAGE}", soft_wrap=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nybble import machine
 from nybble.errors import BadInput, Mismatch, Unsupported
 from nybble.methods import Settings, quantize_, record
 from nybble.methods.select import select
@@ -172,6 +173,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         why=_join(why, note, _uncalibrated(bench, scheme)),
         seconds=time.perf_counter() - begin,
         dtype=dtype,
+        busy=machine.busy(),
         **speeds,
     )
 

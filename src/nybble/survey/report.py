@@ -10,7 +10,7 @@ from typing import Any
 from nybble.survey import plot, store
 from nybble.survey.live import cells, original_cells
 from nybble.survey.recommend import DEFAULT_MAX_KL
-from nybble.survey.rows import Result, Row
+from nybble.survey.rows import Result, Row, busy_note
 
 _HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "path")
 
@@ -57,6 +57,7 @@ def page(result: Result, max_kl: float | None = None) -> str:
         "tokens": f"{identity.tokens:,}",
         "window": f"{identity.window:,}",
         "reason": advice.reason if advice else "",
+        "busy": busy_note(result.rows),
         "linears": str(original.linears),
         "parameters": f"{original.parameters / 1e6:.0f}",
         "quality_dtype": original.quality_dtype,

@@ -5,6 +5,7 @@ All are frozen dataclasses of plain values, so that they go to JSON and come bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
@@ -20,6 +21,17 @@ DEFAULT_SCHEMES = (
 
 KEPT_BITS = 16
 """What a weight that is not quantized counts: checkpoints store such weights in bf16 or fp16."""
+
+
+def busy_note(rows: Sequence[Row]) -> str:
+    """What to say of speeds that were measured on a busy machine; empty where none was."""
+    busy = sum(row.busy for row in rows)
+    if not busy:
+        return ""
+    return (
+        f"The machine was busy with other work while {busy} of {len(rows)} rows were measured: their speeds are "
+        f"unsteady. Measure again when it is quiet (--force)."
+    )
 
 
 def megabytes(size: int) -> str:
@@ -115,6 +127,7 @@ class Row(_Plain):
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
         seconds: what the row took to measure.
+        busy: whether others used the machine while speed was measured, so that it is unsteady.
     """
 
     scheme: str
@@ -131,6 +144,7 @@ class Row(_Plain):
     decode_error: float | None = None
     seconds: float | None = None
     dtype: str | None = None
+    busy: bool = False
 
 
 @dataclass(frozen=True)
