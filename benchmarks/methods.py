@@ -6,7 +6,8 @@
 Quality is measured as `nybble survey` does: the last 4,096 tokens of the default text in windows of 1,024, float32,
 every layer by its definition. Calibration is `--samples` windows of 512 tokens out of the 109,012 tokens of the same
 text that stand before those, drawn without replacement by the seed: disjoint from what is measured, but of the same
-kind, which flatters every method that learns from data. Rows are written as they are measured, and kept.
+kind, which flatters every method that learns from data; `--calibration FILE` draws from another text. Rows are written
+as they are measured, and kept.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from nybble.survey.measure import share
 MODEL, TOKENS, WINDOW, LENGTH = "smollm2-135m", 4096, 1024, 512
 
 
-def windows(ids: Tensor, samples: int, seed: int) -> list[Tensor]:
+def windows(ids: Tensor, samples: int, seed: int, measured: int = TOKENS) -> list[Tensor]:
     """`samples` windows [1, 512] of what stands before the measured tokens, drawn without replacement."""
-    before = ids[: len(ids) - TOKENS]
+    before = ids[: len(ids) - measured]
     pieces = before[: len(before) // LENGTH * LENGTH].view(-1, LENGTH)
     drawn = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[:samples]
     return [pieces[i][None] for i in drawn.tolist()]
@@ -99,12 +100,17 @@ def main() -> None:
     parser.add_argument("--runs", help="scheme:method pairs in place of all combinations")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--calibration", type=Path, help="a text to calibrate on in place of the default one")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu-2core" / "methods.json")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    ids, model = texts.encode(load_tokenizer(MODEL), texts.default_text()), load(MODEL, dtype=torch.float32)
+    tokenizer = load_tokenizer(MODEL)
+    ids, model = texts.encode(tokenizer, texts.default_text()), load(MODEL, dtype=torch.float32)
     evaluation = texts.split(ids, TOKENS, WINDOW)
+    source = (ids, TOKENS)
+    if asked.calibration:
+        source = (texts.encode(tokenizer, texts.read_text(asked.calibration)), 0)
     kept = reference(model, evaluation)
     machine = {
         "processor": platform.processor() or platform.machine(),
@@ -113,7 +119,7 @@ def main() -> None:
     }
     result: dict[str, Any] = {
         "model": MODEL, "text": texts.default_text().name, "machine": machine,
-        "original": kept.quality.perplexity, "rows": [],
+        "calibration": str(asked.calibration or "the same text"), "original": kept.quality.perplexity, "rows": [],
     }  # fmt: skip
     if asked.out.exists():
         result["rows"] = json.loads(asked.out.read_text())["rows"]
@@ -124,7 +130,7 @@ def main() -> None:
         key = (scheme, method, 0 if method == "rtn" else seed)
         if any((r["scheme"], r["method"], r["seed"]) == key for r in result["rows"]):
             continue
-        row = measure(model, kept, evaluation, windows(ids, asked.samples, seed), *key)
+        row = measure(model, kept, evaluation, windows(source[0], asked.samples, seed, source[1]), *key)
         print(json.dumps(row), flush=True)
         result["rows"].append(row)
         asked.out.parent.mkdir(parents=True, exist_ok=True)

@@ -235,3 +235,11 @@ def test_parameters_are_never_written_to_and_modes_come_back() -> None:
     nybble.quantize_(twin, "NVFP4A16", "gptq", calibration=calibration())
     assert twin.training
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_an_expert_without_tokens_is_unreached() -> None:
+    """Routers send some experts nothing: an empty input says as little as none."""
+    expert, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.no_grad():
+        seen = collect({"e": expert, "o": other}, ((expert(torch.ones(0, 4)), other(torch.ones(2, 4))) for _ in (1,)))
+    assert list(seen) == ["o"]
