@@ -117,7 +117,8 @@ def measure(model: nn.Module, batch: int, bandwidth: float) -> dict[str, Any]:
     step, size = statistics.median(near), weight_bytes(model)
     return {
         "batch": batch, "ms": step, "ms_runs": near, "ms_at_4096": statistics.median(far), "logit_error": distance,
-        "weight_bytes": size, "roofline_share": size / bandwidth / (step / 1e3), "tokens_per_second": batch / (step / 1e3),
+        "weight_bytes": size, "roofline_share": size / bandwidth / (step / 1e3),
+        "tokens_per_second": batch / (step / 1e3),
     }  # fmt: skip
 
 
@@ -150,7 +151,8 @@ def main() -> None:
             del model
         torch.cuda.empty_cache()
     record = {
-        "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model], "prompt": PROMPT, "new": NEW,
+        "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model],
+        "prompt": PROMPT, "new": NEW,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
         "copy_bytes_per_second": bandwidth, "rows": rows,
