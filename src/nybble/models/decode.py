@@ -133,7 +133,7 @@ class _Lane:
 
 
 def race(
-    models: Mapping[str, nn.Module], prompt: Tensor, tokens: int = 32, rounds: int = 3, limit: float = 5
+    models: Mapping[str, nn.Module], prompt: Tensor, tokens: int = 32, rounds: int = 3, limit: float = 3
 ) -> dict[str, Speed]:
     """Time models against each other, in turns, on the same prompt.
 
