@@ -1,7 +1,7 @@
 """Predictions for the H200 beside measurements: written first, compared afterwards.
 
     python benchmarks/planner.py predict            write results/h200/predictions.json from measured ceilings alone
-    python benchmarks/planner.py compare [FILE …]   hold results/h200/linear*.json against it
+    python benchmarks/planner.py compare [FILE …]   hold what `nybble bench linear` left in results/h200 against it
 
 A cell is (op, format, shape, M). What must hold: 80 % of the cells within 20 %, and in 95 % of (shape, M) the scheme
 predicted fastest within 5 % of the one measured fastest. Two predictions are compared:
@@ -45,6 +45,7 @@ HELD_OUT = (
     (2048, 2048),
 )
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LINEAR_FALLBACK = "linear_dequantize"
 WITHIN, CELLS, NEAR, WINNERS = 0.20, 0.80, 0.05, 0.95
 
 
@@ -104,19 +105,23 @@ def scheme_of(name: str, activation: str | None = None) -> str | None:
 
 
 def measured(paths: Iterable[Path]) -> list[Timing]:
-    """The fastest time of each cell in result files: rows with scheme or format, n and k (or shape), m, and us."""
+    """The fastest time of each cell in what `nybble bench linear` wrote: cuBLAS and our native kernels, not rivals'."""
     best: dict[tuple[str, int, int, int], float] = {}
     for path in paths:
         found = json.loads(path.read_text(encoding="utf-8"))
-        for row in found if isinstance(found, list) else found.get("rows", found.get("cells", [])):
-            n, k = (row["n"], row["k"]) if "n" in row else row["shape"]
-            name = scheme_of(str(row.get("scheme", row.get("format", row.get("fmt", "")))), row.get("activation"))
-            times = {name: row.get("us"), plan.ORIGINAL: row.get("base", row.get("bf16_us"))}
-            for scheme, us in times.items():
-                if scheme and us:
-                    key = (scheme, int(row["m"]), int(n), int(k))
-                    best[key] = min(best.get(key, float("inf")), float(us))
+        for row in found["rows"] if isinstance(found, dict) and "rows" in found else []:
+            kernel = str(row.get("kernel", ""))
+            ours = kernel == "cublas" or (kernel.startswith("linear_") and kernel != LINEAR_FALLBACK)
+            name = scheme_of(str(row.get("format")), row.get("activation")) if ours else None
+            if name:
+                key = (name, int(row["m"]), int(row["n"]), int(row["k"]))
+                best[key] = min(best.get(key, float("inf")), float(row["us"]))
     return [Timing(*key, us * 1e-6) for key, us in best.items()]
+
+
+def result_files() -> list[Path]:
+    """Every file of results/h200 that can hold measurements of linears."""
+    return sorted(path for path in RESULTS.glob("*.json") if path.name not in ("machine.json", PREDICTIONS.name))
 
 
 def cells(timings: Iterable[Timing], machine: Machine, lines: Lines | None = None) -> list[Cell]:
@@ -172,7 +177,7 @@ def main() -> int:
     if options.what == "predict":
         PREDICTIONS.write_text(json.dumps(predict(), indent=1) + "\n", encoding="utf-8")
         return 0
-    timings = measured(options.files or sorted(RESULTS.glob("linear*.json")))
+    timings = measured(options.files or result_files())
     machine = h200()
     held_out = [t for t in timings if (t.n, t.k) not in ANCHORS]
     peak, lines = cells(timings, machine), cells(held_out, machine, calibrate(timings, machine))

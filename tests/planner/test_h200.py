@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -54,14 +56,29 @@ def test_ozaki_with_measured_ceilings(bench: ModuleType) -> None:
     assert (pays(4096), pays(16384)) == (False, True)
 
 
-def _files(bench: ModuleType) -> list[object]:
-    found = sorted(bench.RESULTS.glob("linear*.json"))
-    return found or pytest.skip("no measurements of linear are committed yet")
+@pytest.fixture
+def timings(bench: ModuleType) -> list[Any]:
+    return bench.measured(bench.result_files()) or pytest.skip("no measurements of linear are committed yet")
 
 
-def test_predictions_on_held_out_shapes(bench: ModuleType) -> None:
+def test_rivals_and_emulations_are_no_measurements_of_ours(bench: ModuleType, tmp_path: Path) -> None:
+    kernels = {
+        "cublas": "bf16",
+        "linear_w4a16_cuda": "int4_g128",
+        "humming": "int4_g128",
+        "linear_dequantize": "nf4_g64",
+    }
+    rows = [{"format": f, "kernel": kernel, "n": 8, "k": 16, "m": 1, "us": 2.0} for kernel, f in kernels.items()]
+    path = tmp_path / "linear.json"
+    path.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert [t.scheme for t in bench.measured([path])] == ["bf16", "W4A16"]
+    path.write_text(json.dumps({"rows": [{"scheme": "bf16", "ms": 3.0}]}), encoding="utf-8")  # of another benchmark
+    assert bench.measured([path]) == []
+
+
+def test_predictions_on_held_out_shapes(bench: ModuleType, timings: list[Any]) -> None:
     """Lines measured on two shapes; every other one: 80 % within 20 %, the fastest right (within 5 %) in 95 %."""
-    timings, machine = bench.measured(_files(bench)), bench.h200()
+    machine = bench.h200()
     found = bench.cells(
         (t for t in timings if (t.n, t.k) not in bench.ANCHORS), machine, bench.calibrate(timings, machine)
     )
@@ -71,6 +88,6 @@ def test_predictions_on_held_out_shapes(bench: ModuleType) -> None:
     assert total["right"] >= bench.WINNERS
 
 
-def test_peaks_bound_what_was_measured(bench: ModuleType) -> None:
+def test_peaks_bound_what_was_measured(bench: ModuleType, timings: list[Any]) -> None:
     """Nothing measured is faster than the peaks allow, but for the 10 % by which runs differ."""
-    assert [c for c in bench.cells(bench.measured(_files(bench)), bench.h200()) if c.error > 0.10] == []
+    assert [c for c in bench.cells(timings, bench.h200()) if c.error > 0.10] == []
