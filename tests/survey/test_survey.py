@@ -99,6 +99,7 @@ def test_a_survey_of_a_real_model(place: Path) -> None:
         assert row.tokens_per_second is not None
         assert row.speedup is not None
         assert row.decode_error is not None
+        assert row.window_path in ("native", "emulated")
     written = json.loads((place / "whole" / store.RESULT).read_text())
     assert [row["scheme"] for row in written["rows"]] == list(SCHEMES)
     assert written["recommendation"]["reason"]
@@ -159,6 +160,13 @@ def test_methods_that_change_more_than_linears_decode_as_they_evaluate(place: Pa
     assert row.method == method
     assert row.tokens_per_second is not None, row.why
     assert row.kl is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_path_that_changes_with_m_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "service", lambda model, m, dtype: ("native" if m == 1 else "emulated", f"M{m}"))
+    (row,) = survey(request(place, "by m", schemes=("W8A16",)), Watch()).rows
+    assert (row.path, row.window_path, row.why) == ("native", "emulated", "M1; at M = 200 emulated")
 
 
 @pytest.mark.usefixtures("quick")

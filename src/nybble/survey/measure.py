@@ -160,6 +160,9 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
     total, bits = size(model)
     tell(f"{scheme.name}: speed")
     dtype, fast, path, why = _at_decode(bench, model)
+    many = max(len(ids) for ids in bench.windows)
+    window_path, _ = service(fast, many, getattr(torch, dtype))
+    other = "" if window_path == path else f"at M = {many} {window_path}"
     speeds, note = _speeds(bench, fast, scheme.name)
     return Row(
         scheme=scheme.name,
@@ -170,10 +173,11 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         kl=quality.kl,
         top1=quality.top1,
         path=path,
-        why=_join(why, note, _uncalibrated(bench, scheme)),
+        why=_join(why, other, note, _uncalibrated(bench, scheme)),
         seconds=time.perf_counter() - begin,
         dtype=dtype,
         busy=machine.busy(),
+        window_path=window_path,
         **speeds,
     )
 

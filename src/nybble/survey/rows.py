@@ -124,6 +124,7 @@ class Row(_Plain):
         speedup: this speed over the original's, measured in turns.
         dtype: what it decodes in: the original's, or another that a native implementation wants.
         path: native, emulated or refused, at M = 1.
+        window_path: the same for a whole window of tokens.
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
         seconds: what the row took to measure.
@@ -145,6 +146,7 @@ class Row(_Plain):
     seconds: float | None = None
     dtype: str | None = None
     busy: bool = False
+    window_path: Service | None = None
 
 
 @dataclass(frozen=True)
