@@ -267,16 +267,21 @@ class Choice:
         return "\n".join([head, *(f"  {time:8.2f} us  {plan}" for time, plan in self.scored)])
 
 
+_GRIDS = {
+    1: ((2, 1, 16), (1, 1, 16), (2, 2, 8), (1, 2, 8), (2, 4, 4)),
+    2: ((2, 4, 4), (1, 4, 4), (1, 2, 8)),
+    4: ((1, 4, 4), (1, 2, 8), (1, 2, 4)),
+}
+"""Token tiles -> (row tiles, warps over rows, warps over columns) that did well."""
+
+
 def candidates(p: Problem) -> Iterator[Stream | Tile]:
     """Every way to run the kernels that is worth considering, whether it fits or not."""
-    mt = next(t for t in (1, 2, 4) if 8 * t >= min(p.m, STREAM_TOKENS))
-    grids = {
-        1: ((2, 1, 16), (1, 1, 16), (2, 2, 8), (1, 2, 8), (2, 4, 4)),
-        2: ((2, 4, 4), (1, 4, 4), (1, 2, 8)),
-        4: ((1, 4, 4), (1, 2, 8), (1, 2, 4)),
-    }[mt]
-    for (rt, wn, wk), stages, slices in product(grids, (2, 3), (1, 2, 4)):
-        yield Stream(mt, rt, wn, wk, stages, slices)
+    most = next(t for t in _GRIDS if 8 * t >= min(p.m, STREAM_TOKENS))
+    # More slices than four, and fewer tokens at once than there are, only help where x would not fit otherwise.
+    for mt, slices, stages in product([t for t in _GRIDS if t <= most], (1, 2, 4, 8, 16, 32), (2, 3)):
+        if slices <= 4 or p.k > 16384:
+            yield from (Stream(mt, rt, wn, wk, stages, slices) for rt, wn, wk in _GRIDS[mt])
     widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
     for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (5, 8, 3), (1, 2, 4)):
         plan = Tile(groups, n, b, stages, cluster)

@@ -1,0 +1,268 @@
+"""`nybble bench linear`: our kernels beside cuBLAS and rivals, on this GPU.
+
+No time without a check: every output that was timed is compared with the reference by the op's own agreement, and a
+failure ends the run. Times are medians over several replays of a CUDA graph that calls the kernel on one copy of the
+weight after the other, enough copies that none is still in the L2 cache; inputs are random; ratios are to cuBLAS in
+bf16 (or fp16) on the same machine in the same minute. A result faster than the weight can be read is an error.
+
+    nybble bench linear --shapes llama-8b --m 1,16,64,256 --formats int4_g128,nvfp4 --rivals --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.bench import rivals
+from nybble.errors import BadInput, Mismatch
+from nybble.formats import table
+from nybble.ops._choose import choose
+from nybble.ops.linear import LINEAR, linear
+from nybble.quantize import QuantTensor, quantize
+
+SHAPES = {
+    "llama-8b": ((14336, 4096), (4096, 14336), (4096, 4096)),
+    "llama-70b": ((28672, 8192),),
+    "issue": ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096)),
+}
+"""Names for sets of weights [N, K]."""
+FORMATS = ("int4_g128", "nvfp4", "mxfp4", "int8_channel", "fp8_channel")
+TOKENS = (1, 16, 64, 256)
+_BEYOND_CACHE = 300_000_000  # bytes that rotate: five times an H200's L2
+_RUNS, _REPLAYS = 7, 2
+_FASTER_THAN_A_COPY = 1.15  # reading alone is a little faster than reading and writing
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        kernel: which implementation ran, or which rival.
+        us: microseconds a call. ratio: times as fast as cuBLAS. error: the checked distance to the reference.
+        tb_per_s: bytes of the stored weight over the time.
+    """
+
+    format: str
+    kernel: str
+    n: int
+    k: int
+    m: int
+    us: float
+    ratio: float
+    tb_per_s: float
+    error: float
+
+
+def timed(calls: Sequence[Callable[[], Tensor]]) -> tuple[float, list[Tensor]]:
+    """(microseconds a call, the outputs) of calls captured one after the other in a CUDA graph."""
+    calls[0]()  # compiles, allocates and loads outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call() for call in calls]
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(_RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (_REPLAYS * len(calls)))
+    return statistics.median(times), outputs
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a device-to-device copy, bytes read plus bytes written."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us, _ = timed([lambda: target.copy_(source)] * 4)
+    return 2 * source.numel() / us / 1e6
+
+
+def _copies(nbytes: int) -> int:
+    return max(3, math.ceil(_BEYOND_CACHE / max(1, nbytes)) + 1)
+
+
+def _calls(number: int, call: Callable[[int], Tensor]) -> Sequence[Callable[[], Tensor]]:
+    """One call for each copy, repeated until a graph is worth its replay."""
+    return [partial(call, i) for i in range(number)] * max(1, 16 // number)
+
+
+def _checked(outputs: list[Tensor], reference: Tensor, size: float, what: str) -> float:
+    return max(LINEAR.agreement.check(y, reference, what, size) for y in (outputs[0], outputs[-1]))
+
+
+def _contenders(
+    w: QuantTensor, x: Tensor, original: Tensor, with_rivals: bool
+) -> Iterator[tuple[str, int, Callable[[int], Tensor], bool]]:
+    """(name, copies, call, whether it computes with the same weight as the reference)."""
+    chosen = choose(LINEAR, "cuda", x, w, None, None, None)
+    layout = chosen.layout(w)
+    packed = w if layout is None else w.to_layout(layout)
+    copies = [
+        replace(packed, codes=packed.codes.clone(), scale=packed.scale.clone()) for _ in range(_copies(packed.nbytes))
+    ]
+    yield chosen.name, len(copies), lambda i: linear(x, copies[i]), True
+    if with_rivals:
+        yield from rivals.contenders(w, x, original, _copies(w.nbytes))
+
+
+def measure(
+    shape: tuple[int, int], m: int, formats: list[str], dtype: torch.dtype, with_rivals: bool, bandwidth: float
+) -> Iterator[Row]:
+    """Rows for one weight's shape and one number of tokens, cuBLAS first."""
+    n, k = shape
+    generator = torch.Generator("cuda").manual_seed(n + k + m)
+    x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
+    original = torch.randn(n, k, generator=generator, device="cuda") * k**-0.5
+    dense = [original.to(dtype) for _ in range(_copies(2 * n * k))]
+    base, outputs = timed([partial(torch.nn.functional.linear, x, each) for each in dense] * max(1, 16 // len(dense)))
+    weight = dense[0].double().t()
+    size = float(x.double().norm()) * float(weight.norm()) / math.sqrt(k)
+    error = _checked(outputs, (x.double() @ weight).to(dtype), size, "cuBLAS")
+    yield Row(
+        "bf16" if dtype == torch.bfloat16 else "fp16", "cublas", n, k, m, base, 1.0, 2 * n * k / base / 1e6, error
+    )
+    dense.clear()  # room for the next
+    for name in formats:
+        w = replace(quantize(original, name), dtype=dtype)
+        weight = w.dequantize(torch.float32).double().t()
+        reference = (x.double() @ weight).to(dtype)
+        for kernel, number, call, exact in _contenders(w, x, original, with_rivals):
+            us, outputs = timed(_calls(number, call))
+            what = f"{kernel} on {name} [{n}, {k}], M = {m}"
+            error = _checked(outputs, reference, size, what) if exact else rivals.near(outputs[-1], x, original, what)
+            speed = w.nbytes / us / 1e6
+            if speed > bandwidth * _FASTER_THAN_A_COPY:
+                raise Mismatch(f"{what}: {speed:.2f} TB/s, but a copy here reaches {bandwidth:.2f}")
+            yield Row(name, kernel, n, k, m, us, base / us, speed, error)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on: device, driver, versions, date."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    for package in ("nybble", "triton", *rivals.PACKAGES):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"device": torch.cuda.get_device_name(), "versions": versions, "date": date}
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Speed over cuBLAS against tokens, a panel a shape, a line a format and kernel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4.2), sharey=True, squeeze=False)
+    lines = list(
+        dict.fromkeys((r["format"], "ours" if r["kernel"].startswith("linear_") else r["kernel"]) for r in rows)
+    )
+    for axis, (n, k) in zip(axes[0], shapes, strict=True):
+        for number, (fmt, kernel) in enumerate(line for line in lines if line[1] != "cublas"):
+            mine = [r for r in rows if (r["n"], r["k"], r["format"]) == (n, k, fmt)
+                    and ("ours" if r["kernel"].startswith("linear_") else r["kernel"]) == kernel]  # fmt: skip
+            points = sorted((r["m"], r["ratio"]) for r in mine)
+            axis.plot(*zip(*points, strict=True), marker="o", linestyle="-" if kernel == "ours" else ":",
+                      color=f"C{number}", label=f"{fmt}, {kernel}")  # fmt: skip
+        axis.axhline(1.0, color="black", linewidth=1)
+        axis.set(xscale="log", title=f"weight {n} × {k}", xlabel="tokens M")
+        axis.set_xticks(sorted({r["m"] for r in rows}), [str(m) for m in sorted({r["m"] for r in rows})])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("times as fast as cuBLAS bf16 (black line)")
+    axes[0][0].set_ylim(bottom=0)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.suptitle(title)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _weights(text: str) -> list[tuple[int, int]]:
+    if text in SHAPES:
+        return list(SHAPES[text])
+    try:
+        return [(int(n), int(k)) for n, k in (part.lower().split("x") for part in text.split(","))]
+    except ValueError:
+        raise BadInput(f"shapes {text!r}: give one of {', '.join(SHAPES)}, or N x K as 4096x4096,…") from None
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="nybble bench", description=__doc__.split("\n\n")[1] if __doc__ else None)
+    parser.add_argument("op", choices=["linear"])
+    parser.add_argument("--shapes", default="llama-8b", help=f"{', '.join(SHAPES)}, or 4096x4096,…")
+    parser.add_argument("--m", default=",".join(map(str, TOKENS)), help="numbers of tokens")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--rivals", action="store_true", help="time installed rivals too")
+    parser.add_argument("--out", type=Path, help="a JSON file; the picture gets the same name")
+    parser.add_argument("--commit", help="recorded instead of what git says")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    options = _parse(arguments)
+    if not torch.cuda.is_available():
+        raise BadInput("nybble bench times GPU kernels, and torch sees no GPU here")
+    tokens, formats = [int(m) for m in options.m.split(",")], [table.block(f).name for f in options.formats.split(",")]
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float16
+    bandwidth = copy_bandwidth()
+    result = {**machine(), "commit": options.commit or _commit(), "copy_tb_per_s": bandwidth, "rows": []}
+    _say(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
+    for shape in _weights(options.shapes):
+        for m in tokens:
+            for row in measure(shape, m, formats, dtype, options.rivals, bandwidth):
+                result["rows"].append(vars(row))
+                _say(
+                    f"{row.n:6d} x {row.k:<6d} M={row.m:<5d} {row.format:14s} {row.us:9.2f} us {row.ratio:5.2f}x "
+                    f"{row.tb_per_s:5.2f} TB/s  {row.kernel}"
+                )
+    if options.out is not None:
+        _write(options.out, result)
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, path)
+    draw(result["rows"], path.with_suffix(".png"), f"linear, {result['device']}, {result['date'][:10]}")

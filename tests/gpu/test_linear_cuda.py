@@ -1,0 +1,135 @@
+"""linear on a GPU: every implementation over every declared case, odd sizes, capture and compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nybble
+from nybble.ops._choose import choose
+from nybble.ops._declare import Implementation
+from nybble.ops.linear import LINEAR, QuantLinear, config, linear
+from nybble.quantize import QuantTensor
+
+pytestmark = pytest.mark.gpu(capability=(8, 0))
+TOKENS = (0, 1, 2, 7, 15, 16, 17, 33, 64, 65, 128, 257, 2048)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def weight(n: int, k: int, name: str) -> QuantTensor:
+    w = nybble.quantize(normal(n, k, seed=1), name)
+    probe = torch.empty(1, k, dtype=torch.bfloat16, device="cuda")
+    layout = choose(LINEAR, "cuda", probe, w, None, None, None).layout(w)
+    return w if layout is None else w.to_layout(layout)
+
+
+def implementations() -> list[Implementation]:
+    return LINEAR.implementations("cuda")
+
+
+@pytest.mark.parametrize("implementation", implementations(), ids=lambda i: i.name)
+def test_agrees_with_the_reference_on_every_case_it_takes(implementation: Implementation) -> None:
+    served = 0
+    for label, args in LINEAR.cases("cuda", HALVES):
+        if implementation.supports(*args) is None:
+            before = args[0].clone()
+            LINEAR.check(implementation.run(*args), args, f"{implementation.name} on {label}")
+            assert torch.equal(args[0], before), "the input is left alone"
+            served += 1
+    assert served >= 2, f"the cases never reach {implementation.name}"
+
+
+def test_every_plan_agrees_and_repeats_itself() -> None:
+    """Not only the plan that config.py likes best: one of every kind, and the same bits when run again."""
+    cuda = pytest.importorskip("nybble.ops.linear.cuda")
+    for label, args in LINEAR.cases("cuda", HALVES):
+        x, w, bias, activation, _ = args
+        if activation is not None or cuda._refusal(x, w, None) is not None:
+            continue
+        kinds: dict[object, object] = {}
+        for _, plan in config.choose(cuda.problem(x, w)).scored:
+            split = getattr(plan, "slices", 1) > 1 or getattr(plan, "cluster", 1) > 1
+            kinds.setdefault((type(plan), split), plan)
+        for plan in kinds.values():
+            y = cuda.run(x, w, bias, plan)
+            LINEAR.check(y, args, f"{plan} on {label}")
+            assert torch.equal(cuda.run(x, w, bias, plan), y)
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "nvfp4", "int8_channel"])
+@pytest.mark.parametrize(("n", "k"), [(129, 200), (96, 321)])
+def test_any_number_of_tokens(name: str, n: int, k: int) -> None:
+    w = weight(n, k, name)
+    for number, m in enumerate(TOKENS):
+        dtype = HALVES[number % 2]
+        x, bias = normal(m, k, seed=m, dtype=dtype), normal(n, seed=2, dtype=dtype)
+        args = (x, w, bias, None, None)
+        LINEAR.check(linear(x, w, bias), args, f"{name} [{n}, {k}], M = {m}, {dtype}")
+
+
+@pytest.mark.parametrize("m", [3, 70])
+@pytest.mark.parametrize("name", ["int4_g64", "mxfp4"])
+def test_views_of_x_do_not_matter(name: str, m: int) -> None:
+    w = weight(48, 128, name)
+    wide = normal(m, 400, dtype=torch.bfloat16)
+    views = [wide[:, :128], wide[:, 1:129], wide[:, 0:256:2], wide[::2, 3:131], wide[:1, :128].expand(m, 128),
+             normal(128, m, dtype=torch.bfloat16).t(), normal(2, m, 128, dtype=torch.bfloat16)[:, 1:]]  # fmt: skip
+    for x in views:
+        y = linear(x, w)
+        assert y.shape == (*x.shape[:-1], 48)
+        assert torch.equal(y, linear(x.contiguous(), w))
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int8_channel", "fp8_channel", "nvfp4"])
+@pytest.mark.parametrize("m", [2, 96])
+def test_the_largest_fp16_inputs_and_zero_groups(name: str, m: int) -> None:
+    """Inputs of 6e4 whose products cancel or stay small in float32; a finite result must come out finite."""
+    original = normal(64, 512, seed=3) * 2.0**-14
+    original[:, :256] = 0
+    w = nybble.quantize(original, name)
+    x = torch.full((m, 512), 6e4, dtype=torch.float16, device="cuda")
+    x[:, ::2] *= -1
+    args = (x, w, None, None, None)
+    y = linear(x, w)
+    assert y.isfinite().all()
+    LINEAR.check(y, args, name)
+    assert not linear(x, nybble.quantize(torch.zeros(64, 512, device="cuda"), name)).any()
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_capture_in_a_graph_and_replay_with_new_inputs(m: int) -> None:
+    w, x = weight(256, 1024, "int4_g128"), normal(m, 1024, dtype=torch.bfloat16)
+    linear(x, w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear(linear(x, w)[:, :256].repeat(1, 4), w)
+    for seed in (5, 6):
+        x.copy_(normal(m, 1024, seed=seed, dtype=torch.bfloat16))
+        graph.replay()
+        assert torch.equal(y, linear(linear(x, w)[:, :256].repeat(1, 4), w))
+
+
+def test_a_side_stream_is_respected() -> None:
+    w, x = weight(512, 2048, "int4_g128"), normal(4, 2048, dtype=torch.bfloat16)
+    expected = linear(x, w)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # the default stream would be far ahead
+        late = x * 1
+        y = linear(late, w)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_compiles_whole_with_any_number_of_tokens() -> None:
+    layer = QuantLinear(nybble.quantize(normal(64, 256, seed=1), "int4_g128")).prepare(torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (2, 17, 130):
+        x = normal(m, 256, seed=m, dtype=torch.bfloat16)
+        assert torch.equal(compiled(x), layer(x))

@@ -1,0 +1,88 @@
+"""The GPU layouts: invertible for every length, and every code where the kernels look for it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from nybble.formats import table
+from nybble.quantize import blocks, layouts, quantize
+from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES
+
+BOTH = (TILES, SPREAD_TILES)
+SHAPES = [(n, k) for n, k in product((1, 15, 16, 17, 64, 65), (1, 33, 127, 128, 129, 200))] + [(2, 3, 17, 130)]
+
+
+@pytest.mark.parametrize("layout", BOTH, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_come_back(layout: layouts.Layout, bits: int, shape: tuple[int, ...], rng: torch.Generator) -> None:
+    codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8, generator=rng)
+    packed = layout.pack(codes, bits)
+    assert packed.shape[-1] == 16 * 128 * bits // 8
+    assert torch.equal(layout.unpack(packed, shape, bits), codes)
+
+
+FORMATS = (
+    "int4_g128",
+    "int4_g32_asym",
+    "int4_g256",
+    "nvfp4",
+    "mxfp4",
+    "int8_channel",
+    "fp8_tensor",
+    "fp8_block128",
+    "ufp4",
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (17, 129), (40, 200), (300, 513)], ids=str)
+def test_scales_and_zero_points_come_back(name: str, shape: tuple[int, int], rng: torch.Generator) -> None:
+    fmt = table.block(name)
+    scale = torch.randn(blocks.scale_shape(fmt, shape), generator=rng)
+    zero = torch.randint(-8, 8, scale.shape, dtype=torch.int8, generator=rng) if fmt.zero_point else None
+    tiled = TILES.pack_scales(scale, zero, fmt, shape)
+    plain_scale, plain_zero = TILES.unpack_scales(*tiled, fmt, shape)
+    assert torch.equal(plain_scale, scale)
+    assert plain_zero is zero is None or torch.equal(plain_zero, zero)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("layout", BOTH, ids=lambda layout: layout.name)
+def test_a_tensor_means_the_same_in_every_layout(name: str, layout: layouts.Layout, rng: torch.Generator) -> None:
+    w = quantize(torch.randn(33, 200, generator=rng), name)
+    assert torch.equal(w.to_layout(layout).dequantize(), w.dequantize())
+    assert torch.equal(w.to_layout(layout).to_layout(layouts.DENSE).codes, w.codes)
+
+
+def fragment(packed: torch.Tensor, row: int, column: int) -> int:
+    """The 4-bit code of (row, column), found by the tables of the PTX ISA for the A operand of m16n8k16."""
+    block, tile, r = row // 64, row % 64 // 16, row % 16
+    chunk, step, c = column // 128, column % 128 // 16, column % 16
+    lane = (r % 8) * 4 + c % 8 // 2
+    register = (r >= 8) + 2 * (c >= 8)  # a0, a1, a2, a3
+    words = packed[block, chunk, tile].view(torch.int32).view(2, 32, 4)  # pieces of 16 bytes, 32 lanes apart
+    word = int(words[step // 4, lane, step % 4])
+    return word >> (16 * (c % 2) + 4 * register) & 0xF
+
+
+def test_nibbles_lie_where_the_tensor_cores_want_them(rng: torch.Generator) -> None:
+    codes = torch.randint(0, 16, (80, 160), dtype=torch.uint8, generator=rng)
+    packed = TILES.pack(codes, 4)
+    for row, column in product((0, 7, 8, 15, 16, 79), (0, 1, 2, 8, 15, 16, 100, 127, 128, 159)):
+        assert fragment(packed, row, column) == codes[row, column]
+
+
+def test_spread_floats_are_in_place_up_to_a_shift(rng: torch.Generator) -> None:
+    """Pairs 0 to 2 of a half word, shifted up by 0, 3 and 6, show sign and magnitude as bf16 wants them."""
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=rng)
+    spread = SPREAD_TILES.pack(codes, 4).view(torch.int16)
+    plain = TILES.pack(codes, 4).view(torch.int16)
+    for pair in range(3):
+        code = plain >> (4 * pair) & 0xF
+        seen = spread << (3 * pair)
+        assert torch.equal(seen >> 15 & 1, code >> 3 & 1)
+        assert torch.equal(seen >> 6 & 7, code & 7)
