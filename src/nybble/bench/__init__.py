@@ -250,8 +250,10 @@ def main(arguments: list[str]) -> int:
                     f"{row.n:6d} x {row.k:<6d} M={row.m:<5d} {row.format:14s} {row.us:9.2f} us {row.ratio:5.2f}x "
                     f"{row.tb_per_s:5.2f} TB/s  {row.kernel}"
                 )
+        if options.out is not None:
+            _write(options.out, result)  # after every shape, so that an interrupted run keeps what it has
     if options.out is not None:
-        _write(options.out, result)
+        draw(result["rows"], options.out.with_suffix(".png"), f"linear, {result['device']}, {result['date'][:10]}")
     return 0
 
 
@@ -265,4 +267,3 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(temporary, path)
-    draw(result["rows"], path.with_suffix(".png"), f"linear, {result['device']}, {result['date'][:10]}")
