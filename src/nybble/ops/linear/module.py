@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nybble.formats.spec import BlockFormat
 from nybble.ops._choose import choose
 from nybble.quantize import QuantTensor
+from nybble.quantize.layouts import DENSE
 
 
 class QuantLinear(nn.Module):
@@ -62,9 +63,8 @@ class QuantLinear(nn.Module):
 
         probe = torch.empty((1, self.in_features), dtype=dtype, device=self._weight.device)
         args = (probe, self._weight, self.bias, self.activation, self.activation_amax)
-        layout = choose(LINEAR, probe.device.type, *args).layout(self._weight)
-        if layout is not None:
-            self.set_weight(self._weight.to_layout(layout))
+        wanted = choose(LINEAR, probe.device.type, *args).layout(self._weight)
+        self.set_weight(self._weight.to_layout(wanted or DENSE))
         return self
 
     def set_weight(self, weight: QuantTensor) -> None:
