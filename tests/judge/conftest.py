@@ -38,7 +38,7 @@ def verdict_of(zygote: Zygote, tmp_path) -> Callable[..., Verdict]:  # type: ign
     def run(source: str, problem: str = "matmul", **options: object) -> Verdict:
         file = tmp_path / "candidate.py"
         file.write_text(source)
-        limits = Limits(seconds=2.0, start_seconds=4.0, memory=1 << 28, printed=1 << 20, processes=16)
+        limits = Limits(seconds=2.0, start_seconds=3.0, memory=1 << 28, printed=1 << 20, processes=16)
         options = {"seed": SEED, "rounds": 1, "limits": limits, "stop": True, **options}
         return judge(str(PROBLEMS / f"{problem}.py"), str(file), zygote=zygote, **options)  # type: ignore[arg-type]
 

@@ -38,6 +38,7 @@ _PASSED_ON = (
     "PATH",
     "LANG",
     "LC_ALL",
+    "TRITON_PTXAS_PATH",
     "LD_LIBRARY_PATH",
     "CUDA_HOME",
     "CUDA_PATH",
@@ -53,14 +54,14 @@ class Limits:
 
     Attributes:
         seconds: for one answer.
-        start_seconds: for its import and its construction, where compilers run.
+        start_seconds: for its import, its construction and its first call, where compilers run.
         memory: bytes of address space beyond what torch has at the start; on a GPU it is not limited.
         written: bytes in any one file it writes.
         printed: bytes it may print.
         processes: how many children it may have at once.
     """
 
-    seconds: float = 20.0
+    seconds: float = 60.0
     start_seconds: float = 120.0
     memory: int = 8 << 30
     written: int = 1 << 30

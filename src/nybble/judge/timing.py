@@ -38,7 +38,8 @@ _MOST_CALLS, _MOST_BYTES = 16, 64 << 20
 _BURST, _LOOKED_AT = 6, 6
 _BESIDE = 20e-6  # seconds
 _FEWEST_CALLS, _LONG = 4, 0.05  # calls in a row at least, unless one takes that many seconds
-_LATE, _LATE_RATIO = 0.015, 3.0  # seconds and ratio by which handing over an output may outlast a baseline's
+# Handing over outputs may take this many times a baseline's processor time, and this share of a round's work more.
+_LATE_RATIO, _LATE_SHARE = 3.0, 0.5
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Race:
 
     Attributes:
         times: subject -> seconds a call, one a round.
-        handing: subject -> seconds from the answer to the arrival of an output.
+        handing: subject -> processor seconds that it used from the answer to the arrival of the outputs.
+        calls: in a round.
         findings: what spoke against the candidate meanwhile.
         beside: on a GPU, subject -> seconds by which the whole device outlasted the stream, the median of each round.
     """
@@ -56,6 +58,7 @@ class Race:
     handing: dict[str, list[float]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     beside: dict[str, list[float]] = field(default_factory=dict)
+    calls: int = 1
     resolution: float = 0.0
     share: float | None = None
 
@@ -84,7 +87,7 @@ def race(trial: Trial) -> Race:
             subject.candidate.ask("poison", byte=0)
             subject.set_state(trial.problem.state)
         result.findings += _burst(trial)
-        calls = _calls(trial, subjects)
+        calls = result.calls = _calls(trial, subjects)
         order, draw = list(subjects), random.Random(seed_of(trial.seed, "race"))
         start = time.monotonic()
         for number in range(trial.rounds + 1):  # the first is a warm-up, checked like the others
@@ -175,9 +178,9 @@ def _round(
         else _on_device(subject, len(inputs), name, result)
     )
     chosen = sorted({len(inputs) - 1, *(draw.randrange(len(inputs)) for _ in range(trial.afford(_LOOKED_AT)))})
-    start = time.perf_counter()
+    used = subject.candidate.processor_seconds()
     outputs = {i: subject.fetch("outputs", i) for i in chosen}
-    result.handing.setdefault(name, []).append((time.perf_counter() - start) / len(chosen))
+    result.handing.setdefault(name, []).append(subject.candidate.processor_seconds() - used)
     result.times.setdefault(name, []).append(taken)
     if name == "candidate" and not any(f.status != "note" for f in result.findings):
         for i, values in outputs.items():
@@ -202,14 +205,16 @@ def _compare(trial: Trial, inputs: list[Any], values: Any, label: str) -> list[F
 
 
 def _late(result: Race) -> Iterator[Finding]:
-    """Whether outputs took long to hand over: then the work was done after the answer."""
-    honest = [t for name, times in result.handing.items() if name != "candidate" for t in times]
-    if honest and min(result.handing["candidate"]) > max(_LATE, _LATE_RATIO * statistics.median(honest)):
-        seen, usual = min(result.handing["candidate"]), statistics.median(honest)
-        what = (
-            f"handing over an output takes {seen * 1e3:.1f} ms, a baseline's {usual * 1e3:.1f} ms: computed when read"
-        )
-        yield Finding("timed", "cheating", what)
+    """Whether handing outputs over costs what computing them costs: then the work was done after the answer."""
+    honest = [(used, t) for name in result.times if name != "candidate"
+              for used, t in zip(result.handing[name], result.times[name], strict=True)]  # fmt: skip
+    if not honest:
+        return
+    seen, usual = min(result.handing["candidate"]), statistics.median(used for used, _ in honest)
+    work = result.calls * statistics.median(t for _, t in honest)
+    if seen > _LATE_RATIO * usual + _LATE_SHARE * work:
+        more = f"handing them over takes {seen * 1e3:.2f} ms of processor time, with a baseline {usual * 1e3:.2f} ms"
+        yield Finding("timed", "cheating", f"outputs are computed when they are read: {more}")
 
 
 def _elsewhere(result: Race) -> Iterator[Finding]:

@@ -103,7 +103,7 @@ class Verdict:
     def _speed_lines(self) -> str:
         lines = []
         for speed in self.speeds:
-            ratio = f", {self.ratios[speed.name]:.2f}x slower than the candidate" if speed.name in self.ratios else ""
+            ratio = f", {self.ratios[speed.name]:.2f}x the candidate's" if speed.name in self.ratios else ""
             spread = f"quartiles {speed.low:.4g} to {speed.high:.4g}, {speed.rounds} rounds"
             lines.append(f"  {speed.name:<10} {speed.median:.4g} ms ({spread}){ratio}")
         if self.ratios:

@@ -137,7 +137,8 @@ class Worker:
         self.call_it: Callable[..., Any] | None = None
         if device != "cpu":
             torch.zeros(1, device=device)
-        self.before = {(id(owner), name): getattr(owner, name) for owner, name in _WATCHED}
+        self.watched = [*_WATCHED, *((Worker, name) for name in vars(Worker))]
+        self.before = {(id(owner), name): getattr(owner, name) for owner, name in self.watched}
         self.switches = flags()
 
     def load(self, path: str, name: str) -> Any:
@@ -242,7 +243,8 @@ class Worker:
 
     def patched(self) -> Any:
         """Names that are no longer what they were before the candidate came, and switches it turned."""
-        names = [f"{getattr(o, '__name__', o)}.{n}" for o, n in _WATCHED if not _same(o, n, self.before[id(o), n])]
+        names = [f"{getattr(o, '__name__', o)}.{n}" for o, n in self.watched if not _same(o, n, self.before[id(o), n])]
+        names += [f"this worker's {name}" for name in vars(self) if hasattr(Worker, name)]
         now = flags()
         turned = [f"{k} from {self.switches[k]} to {now[k]}" for k in now if now[k] != self.switches[k]]
         return {"names": names, "switches": turned}, []
