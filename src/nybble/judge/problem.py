@@ -138,6 +138,10 @@ class Problem:
         touched = frozenset(i for i, v in enumerate(given) if isinstance(v, Tensor) and not same(v, case.inputs[i]))
         return Expected(budgets, given, held, isinstance(native, list | tuple), touched)
 
+    def once(self, case: Case) -> Any:
+        """The framework's own result in the problem's precision."""
+        return self._run(case, upcast=False)[0]
+
     def _run(self, case: Case, upcast: bool) -> tuple[Any, list[Any], State]:
         """(result, inputs afterwards, state afterwards), nothing of the case or the problem changed."""
         given = [_prepare(v, self.device, upcast) for v in case.inputs]
