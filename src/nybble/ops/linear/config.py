@@ -281,7 +281,8 @@ def candidates(p: Problem) -> Iterator[Stream | Tile]:
     # More slices than four, and fewer tokens at once than there are, only help where x would not fit otherwise.
     for mt, slices, stages in product([t for t in _GRIDS if t <= most], (1, 2, 4, 8, 16, 32), (2, 3)):
         if slices <= 4 or p.k > 16384:
-            yield from (Stream(mt, rt, wn, wk, stages, slices) for rt, wn, wk in _GRIDS[mt])
+            # Four warps over rows only pay where each has several tokens' sums to keep.
+            yield from (Stream(mt, rt, wn, wk, stages, slices) for rt, wn, wk in _GRIDS[mt] if wn < 4 or p.m > 2)
     widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
     for groups, (n, b), stages, cluster in product((1, 2, 3, 4), widths[-3:], (5, 8, 3), (1, 2, 4)):
         plan = Tile(groups, n, b, stages, cluster)
