@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from nybble.formats import BlockFormat, ElementFormat, FloatFormat, IntFormat, exact, rows
+from results import results, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHAPE = (4096, 4096)
 SPECIALS = {"none": "every code is finite", "nan": "NaN, no infinity", "ieee": "NaN and infinity"}
-
-
-def table(head: list[str], body: Iterable[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: float) -> str:
@@ -195,7 +190,12 @@ Generated from the declarations in `src/nybble/ops/` by `make docs`. The first i
 {table}
 """
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"formats.md": formats, "schemes.md": schemes, "ops.md": ops}
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "formats.md": formats,
+    "schemes.md": schemes,
+    "ops.md": ops,
+    "results.md": results,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,126 @@
+"""docs/results.md: what was measured, from the files under benchmarks/results. No number in it is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+Record = dict[str, Any]
+
+
+def table(head: list[str], body: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def load(name: str) -> Record | None:
+    """A result by its path under benchmarks/results, or None where it was not made yet."""
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def survey(record: Record) -> str:
+    """The survey of the demo model."""
+    original = record["reference"]
+    head = ["scheme", "bits a weight", "MB", "perplexity", "KL", "same top-1", "speed", "path"]
+    first = [
+        "original",
+        "16",
+        f"{original['bytes'] / 1e6:.0f}",
+        f"{original['perplexity']:.2f}",
+        "0",
+        "100 %",
+        "1",
+        "native",
+    ]
+    body = [
+        [
+            row["scheme"],
+            f"{row['bits_per_weight']:.3g}",
+            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['perplexity']:.4g}",
+            f"{row['kl']:.3g}",
+            f"{100 * row['top1']:.1f} %",
+            "" if row.get("speedup") is None else f"{row['speedup']:.2f}x",
+            row["path"],
+        ]
+        for row in record["rows"]
+        if row["path"] != "refused"
+    ]
+    return (
+        f"SmolLM2-135M, rounded to nearest, on {record['device']}. Quality over the last {record['tokens']} tokens of "
+        f"{record['text']}; speed is decoding at batch 1 over the original's in the same run.\n\n"
+        f"{table(head, [first, *body])}\n\n"
+        f"**{record['recommendation']['scheme']}** is recommended: {record['recommendation']['reason']}"
+    )
+
+
+def decode(record: Record) -> str:
+    """Whole-model decoding on a GPU."""
+    head = ["scheme", "batch", "ms a step", "over bf16", "over bf16 at position 4,096", "of the roofline"]
+    body = [
+        [
+            row["scheme"],
+            str(row["batch"]),
+            f"{row['ms']:.2f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['ratio_at_4096']:.2f}x",
+            f"{100 * row['roofline_share']:.0f} %",
+        ]
+        for row in record["rows"]
+    ]
+    return (
+        f"{record['model']} with random weights on one {record['device']} ({where(record)}): {record['prompt']} tokens "
+        f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The roofline is "
+        f"the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that process.\n\n"
+        f"{table(head, body)}"
+    )
+
+
+def quantize(record: Record) -> str:
+    """Throughput of quantize()."""
+    head = ["format", "M values/s in", "M values/s back", "time of a copy"]
+    body = [
+        [
+            row["format"],
+            f"{row['quantize_mvalues_per_s']:.0f}",
+            f"{row['dequantize_mvalues_per_s']:.0f}",
+            f"{row['quantize_over_copy']:.1f}x",
+        ]
+        for row in record["rows"]
+    ]
+    rows, columns = record["shape"]
+    return (
+        f"A float32 tensor of {rows} × {columns}, {record['threads']} threads ({where(record)}); codes are compared "
+        f"with the definition before a time counts.\n\n{table(head, body)}"
+    )
+
+
+def where(record: Record) -> str:
+    """Versions and date of a record."""
+    commit = f", commit {record['commit']}" if record.get("commit") else ""
+    return f"torch {record['torch']}, {record['date']}{commit}"
+
+
+SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
+    ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
+    ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
+    ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
+]
+
+
+def results() -> str:
+    """docs/results.md."""
+    parts = [
+        "# Results\n\nGenerated from `benchmarks/results` by `make docs`. "
+        "Speeds are ratios within one run; machines are noisy."
+    ]
+    for title, name, render in SECTIONS:
+        record = load(name)
+        if record is not None:
+            parts.append(f"## {title}\n\n{render(record)}")
+    return "\n\n".join(parts) + "\n"
