@@ -26,6 +26,7 @@ _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
 _ALIGNMENT, _BARRIERS = 1024, 256
 _REGISTERS = 65536
 _PER_MICROSECOND = 1755.0  # cycles, under load
+_IN_FLIGHT = 48000  # bytes that a processor must have under way to use the memory fully
 _STAGED = 29000.0  # bytes of x that a block of stream.cu stages in a microsecond
 
 
@@ -144,8 +145,12 @@ class Stream:
         work = self.rt * (_DECODE[describe(p.format)["CODE"]] + 24 * self.mt) + 24 * self.mt + 80
         issue = steps * self.wn * self.wk / 4 * work / _PER_MICROSECOND * 1.3
         load = walked * rows / units  # against an even one
-        lean = 1.05 if self.stages == 2 else 1.0  # less in flight
-        weights = max(p.memory_time * load * lean, issue, steps * 600 / _PER_MICROSECOND)
+        d = describe(p.format)
+        held = d["TILE_BYTES"] // 32 + d["SCALE_BYTES"] + d["ZERO_BYTES"]  # bytes of a tile that a lane holds
+        flying = (self.stages - 1) * self.threads * self.rt * held
+        lean = 1 + 0.25 * max(0.0, 1 - flying / _IN_FLIGHT)
+        crowded = 1.35 if self.rt > 1 and held > 40 else 1.0  # two such tiles leave too few registers
+        weights = crowded * lean * max(p.memory_time * load, issue, steps * 600 / _PER_MICROSECOND)
         tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED
         second = 1.2 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
         fill = 5e-6 * self.stages * self.threads * self.rt * describe(p.format)["TILE_BYTES"] / 32
@@ -279,7 +284,7 @@ def candidates(p: Problem) -> Iterator[Stream | Tile]:
     """Every way to run the kernels that is worth considering, whether it fits or not."""
     most = next(t for t in _GRIDS if 8 * t >= min(p.m, STREAM_TOKENS))
     # More slices than four, and fewer tokens at once than there are, only help where x would not fit otherwise.
-    for mt, slices, stages in product([t for t in _GRIDS if t <= most], (1, 2, 4, 8, 16, 32), (2, 3)):
+    for mt, slices, stages in product([t for t in _GRIDS if t <= most], (1, 2, 4, 8, 16, 32), (2, 3, 4)):
         if slices <= 4 or p.k > 16384:
             # Four warps over rows only pay where each has several tokens' sums to keep.
             yield from (Stream(mt, rt, wn, wk, stages, slices) for rt, wn, wk in _GRIDS[mt] if wn < 4 or p.m > 2)

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 16, 128
 INT_SCALE_UP = 96
 """decode.cuh's: how far bf16 scales are raised to meet integers that lie among the subnormals."""
 FP16_SCALE_UP = 12
-"""tile.cu raises scales for fp16, where decode.cuh's integers are 2^-9 too small; weights of 8e-6 to 1e2 keep their bits."""
+"""tile.cu raises scales for fp16, where decode.cuh's integers are 2^-9 too small: 8e-6 to 1e2 keep their bits."""
 
 _INT, _FLOAT4, _FLOAT8, _TABLE = range(4)
 _WIDE_SCALES = {"bf16": 0, "fp16": 1, "fp32": 2}
