@@ -36,6 +36,7 @@ _WORTH = 2e-3  # seconds that a round should last, if enough inputs fit
 _FEWEST, _PATIENCE = 3, 8.0  # rounds in any case; seconds after which no further one is begun
 _MOST_CALLS, _MOST_BYTES = 16, 64 << 20
 _BURST, _LOOKED_AT = 6, 6
+_WARM_CALLS, _WARM_SECONDS = 320, 0.5  # before the rounds: what changes after a hundred calls has then changed
 _BESIDE = 20e-6  # seconds
 _FEWEST_CALLS, _LONG = 4, 0.05  # calls in a row at least, unless one takes that many seconds
 # Handing over outputs may take this many times a baseline's processor time, and this share of a round's work more.
@@ -132,7 +133,7 @@ def _burst(trial: Trial) -> list[Finding]:
 
 
 def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
-    """Calls in a round: enough for the clock, each on inputs of its own."""
+    """Calls in a round: enough for the clock, each on inputs of its own. Every subject has made many calls by then."""
     case = trial.problem.inputs(seed_of(trial.seed, "calibrate"))
     nbytes = sum(v.nbytes for v in case if isinstance(v, Tensor))
     fits = max(1, min(_MOST_CALLS, _MOST_BYTES // max(1, nbytes)))
@@ -145,6 +146,10 @@ def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
         )  # compiles, perhaps
         slowest = max(slowest, _go(subject, 2) / 2)
         shared |= bool(subject.candidate.ask("shared")[0]["shared"])
+    for subject in subjects.values():
+        slots = [f"r{i}" for i in range(max(2, fits))]
+        for _ in range(int(min(_WARM_CALLS, _WARM_SECONDS / slowest)) // len(slots)):
+            subject.candidate.ask("timed", slots=slots)
     return 1 if shared else min(fits, max(_FEWEST_CALLS if slowest < _LONG else 1, round(_WORTH / slowest)))
 
 
