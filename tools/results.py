@@ -75,8 +75,8 @@ def decode(record: Record) -> str:
     ]
     return (
         f"{record['model']} with random weights on one {record['device']} ({where(record)}): {record['prompt']} tokens "
-        f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The roofline is "
-        f"the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that process.\n\n"
+        f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The "
+        f"roofline is the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that process.\n\n"
         f"{table(head, body)}"
     )
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from nybble import methods as methods
     from nybble import ops as ops
     from nybble.methods import quantize_ as quantize_
-    from nybble.models import load as load
-    from nybble.models import save as save
+    from nybble.models.load import load as load
+    from nybble.models.save import save as save
     from nybble.quantize import QuantTensor as QuantTensor
     from nybble.quantize import dequantize as dequantize
     from nybble.quantize import quantize as quantize

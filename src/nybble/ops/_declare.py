@@ -71,7 +71,7 @@ class Implementation:
     """
 
     name: str
-    run: Callable[..., Tensor]
+    run: Callable[..., Any]
     supports: Callable[..., str | None]
     native: bool
     layout: Callable[..., Any] = lambda *args: None
@@ -94,7 +94,7 @@ class Op:
     """
 
     name: str
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Any]
     agreement: Agreement
     cases: Callable[..., Any]
     cost: Callable[..., Cost]

@@ -29,7 +29,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
         weight: [H], x's dtype.
         eps: added to the mean of squares.
     """
-    return choose(ADD_RMSNORM, x.device.type, x, residual, weight, eps).run(x, residual, weight, eps)  # type: ignore[return-value]
+    return choose(ADD_RMSNORM, x.device.type, x, residual, weight, eps).run(x, residual, weight, eps)
 
 
 def add_rmsnorm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
