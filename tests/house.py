@@ -37,6 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"formats", "quantize", "ops", "methods", "checkpoints", "machine"},
     "judge": {"ops:declarations"},
     "planner": {"formats", "quantize", "ops:declarations", "machine", "costs"},
+    "bench": {"formats", "quantize", "ops", "machine"},
     "survey": {"formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine"},
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}
@@ -56,6 +57,7 @@ OUTSIDE: dict[str, set[str]] = {
     "models": {"numpy", "torch", "safetensors", "transformers", "gguf"},
     "judge": {"numpy", "torch"},
     "planner": {"numpy", "torch", "matplotlib"},
+    "bench": {"numpy", "torch", "matplotlib"},
     "survey": {"numpy", "torch", "rich", "matplotlib"},
     "cli": {"numpy", "torch", "rich"},
     "__init__": {"torch"},

@@ -76,8 +76,26 @@ def decode(record: Record) -> str:
     return (
         f"{record['model']} with random weights on one {record['device']} ({where(record)}): {record['prompt']} tokens "
         f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The "
-        f"roofline is the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that process.\n\n"
+        f"roofline is the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that "
+        "process.\n\n"
         f"{table(head, body)}"
+    )
+
+
+def linear(record: Record) -> str:
+    """Weight-only linears on a GPU."""
+    shapes = sorted({(row["n"], row["k"]) for row in record["rows"]}, reverse=True)
+    cells = {(row["format"], row["m"], row["n"], row["k"]): row for row in record["rows"]}
+    body = []
+    for fmt, m in sorted({(row["format"], row["m"]) for row in record["rows"]}):
+        found = [cells.get((fmt, m, n, k)) for n, k in shapes]
+        shown = [f"{c['ratio']:.2f}x ({c['us']:.1f} µs)" if c else "" for c in found]
+        body.append([fmt, str(m), *shown])
+    return (
+        f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
+        f"{record['versions']['torch']}, {record['date']}). {record['note']} What was tried and where the time goes is "
+        f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
+        "![speed over cuBLAS against M](../benchmarks/results/h200/linear.png)"
     )
 
 
@@ -109,6 +127,7 @@ def where(record: Record) -> str:
 SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
+    ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
 ]
 

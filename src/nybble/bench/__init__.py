@@ -39,7 +39,7 @@ from nybble.quantize import QuantTensor, quantize
 SHAPES = {
     "llama-8b": ((14336, 4096), (4096, 14336), (4096, 4096)),
     "llama-70b": ((28672, 8192),),
-    "issue": ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096)),
+    "all": ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096)),
 }
 """Names for sets of weights [N, K]."""
 FORMATS = ("int4_g128", "nvfp4", "mxfp4", "int8_channel", "fp8_channel")
