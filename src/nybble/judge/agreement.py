@@ -83,7 +83,12 @@ def _unravel(index: int, tensor: Tensor) -> tuple[int, ...]:
 
 
 def budget(
-    reference: Tensor, honest: Tensor, shaken: Tensor | None = None, upcast: bool = True, want_exact: bool = False
+    reference: Tensor,
+    honest: Tensor,
+    shaken: Tensor | None = None,
+    upcast: bool = True,
+    want_exact: bool = False,
+    wider: float = 1.0,
 ) -> Budget:
     """What a candidate may differ from `reference`, seen how much the framework's own `honest` result does.
 
@@ -92,6 +97,7 @@ def budget(
         honest: the framework's result in the problem's dtype.
         shaken: the float64 result of inputs moved by one rounding.
         upcast: whether `reference` really was computed in float64.
+        wider: a factor on the budget.
         want_exact: the inputs are small integers: ask for equality where the framework attains it.
     """
     if not honest.dtype.is_floating_point:
@@ -101,7 +107,7 @@ def budget(
     moved = seen if shaken is None else distance(shaken, reference)
     representable = bool((reference.to(honest.dtype).to(torch.float64) == reference.to(torch.float64)).all())
     exact = want_exact and upcast and representable and seen.worst == 0
-    more = 1.0 if upcast else _ORDER_UNKNOWN
+    more = wider if upcast else wider * _ORDER_UNKNOWN
     total = more * _SLACK_TOTAL.get(honest.dtype, 3.0) * max(seen.total, moved.total, unit)
     worst = more * _SLACK_WORST.get(honest.dtype, 4.0) * max(seen.worst, moved.worst, unit)
     return Budget(reference, honest.dtype, 0.0 if exact else total, 0.0 if exact else worst, exact)

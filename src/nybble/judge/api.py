@@ -116,7 +116,7 @@ def _try(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> lis
         with trial.candidate:
             try:
                 trial.load()
-                trial.seed = secrets.randbits(31) if seed is None else seed
+                trial.seed = secrets.randbits(53) if seed is None else seed
                 trial.problem.build(trial.seed)
                 trial.build()
                 for check in checks:

@@ -62,6 +62,7 @@ DRAWS: dict[str, Draw] = {
     "cancelling": _cancel,
     "rows of different size": lambda v, g: _normal(v, g) * (10.0 ** _row_exponents(v, g)),
 }
+_FOR_RANGE = ("large", "rows of different size")
 KEEPS_STRUCTURE = ("tiny", "large", "negated")
 EXACT_DRAWS: dict[str, Draw] = {
     "zeros and ones": lambda v, g: torch.randint(2, v.shape, generator=g).float(),
@@ -84,10 +85,16 @@ def redrawn(problem: Problem, seed: int, draws: dict[str, Draw], exact: bool = F
         g = torch.Generator().manual_seed(seed_of(seed, name))
         values = [draw(v, g).to(v.dtype) if _floating(v) else v for v in base]
         state = integer_state(problem, g) if exact else None
+        wider = _wider(values) if name in _FOR_RANGE else 1.0
         yield [
-            Case(name, values, state, exact),
-            Case(f"{name}, magnitudes", [v.abs() if _floating(v) else v for v in values], state, exact),
+            Case(name, values, state, exact, wider),
+            Case(f"{name}, magnitudes", [v.abs() if _floating(v) else v for v in values], state, exact, wider),
         ]
+
+
+def _wider(values: list[Any]) -> float:
+    """exp(x - c) has an error of one rounding of x, however it is made: large inputs ask for range, not precision."""
+    return max([1.0, *(float(v.abs().max()) / 8 for v in values if _floating(v) and v.numel())])
 
 
 def new_state(problem: Problem, seed: int) -> State:

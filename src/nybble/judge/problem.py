@@ -35,12 +35,14 @@ _HEADROOM = 1024.0
 
 @dataclass(frozen=True)
 class Case:
-    """One question: inputs, weights (None: as constructed), and whether integers make equality the measure."""
+    """One question: inputs, weights (None: as constructed), whether integers make equality the measure, and by what
+    factor the budget is wider, where inputs are large."""
 
     label: str
     inputs: list[Any]
     state: State | None = None
     exact: bool = False
+    wider: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def split(spec: str, default: str) -> tuple[str, str]:
 
 def seed_of(seed: int, label: str) -> int:
     """A seed of its own for each purpose, drawn from the verdict's seed."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{label}".encode(), digest_size=4).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{label}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
@@ -134,7 +136,7 @@ class Problem:
         if not all(isinstance(v, Tensor) and _finite(v) for v in [*honest, *exact]):
             return None
         triples = zip(exact, honest, _sequence(shaken), strict=True)
-        budgets = [budget(r, h, s, upcast, case.exact) for r, h, s in triples]
+        budgets = [budget(r, h, s, upcast, case.exact, case.wider) for r, h, s in triples]
         touched = frozenset(i for i, v in enumerate(given) if isinstance(v, Tensor) and not same(v, case.inputs[i]))
         return Expected(budgets, given, held, isinstance(native, list | tuple), touched)
 
