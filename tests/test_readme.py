@@ -19,6 +19,8 @@ NOT_RUN = {
     r"make (survey|test|lint|docs)$": "sets up its own environment; .ci/run calls make test",
     r"nybble survey\b": "takes minutes; tests/survey runs it on a tiny model",
     r"nybble \w+ .*\b(MODEL|DIR|FILE)\b": "stands for any model",
+    r"nybble judge PROBLEM": "stands for any kernel; tests/judge judges many",
+    r"nybble bench": "needs a GPU",
     r"(pip|git|apt-get) ": "changes the machine",
 }
 
