@@ -113,9 +113,10 @@ def measured(paths: Iterable[Path]) -> list[Timing]:
             kernel = str(row.get("kernel", ""))
             ours = kernel == "cublas" or (kernel.startswith("linear_") and kernel != LINEAR_FALLBACK)
             name = scheme_of(str(row.get("format")), row.get("activation")) if ours else None
-            if name:
-                key = (name, int(row["m"]), int(row["n"]), int(row["k"]))
-                best[key] = min(best.get(key, float("inf")), float(row["us"]))
+            for scheme, us in ((name, row.get("us")), (plan.ORIGINAL, row.get("cublas_us"))):
+                if scheme and us:
+                    key = (scheme, int(row["m"]), int(row["n"]), int(row["k"]))
+                    best[key] = min(best.get(key, float("inf")), float(us))
     return [Timing(*key, us * 1e-6) for key, us in best.items()]
 
 
@@ -144,7 +145,8 @@ def calibrate(timings: Iterable[Timing], machine: Machine) -> Lines:
 
 
 def winners(found: Iterable[Cell]) -> list[tuple[tuple[int, int, int], str, str, float]]:
-    """For each (N, K, M): the scheme predicted fastest, the one measured fastest, and what the first costs over it."""
+    """For each (N, K, M): the scheme that the planner tells to take, the one measured fastest, and what the first costs
+    over it. As in a plan's verdict the original is kept unless something is predicted to be plan.PAYS faster."""
     groups: dict[tuple[int, int, int], list[Cell]] = {}
     for cell in found:
         groups.setdefault((cell.n, cell.k, cell.m), []).append(cell)
@@ -152,6 +154,9 @@ def winners(found: Iterable[Cell]) -> list[tuple[tuple[int, int, int], str, str,
     for key, group in groups.items():
         if len(group) > 1:
             told, best = min(group, key=lambda c: c.predicted), min(group, key=lambda c: c.measured)
+            base = next((c for c in group if c.scheme == plan.ORIGINAL), None)
+            if base is not None and base.predicted < (1 + plan.PAYS) * told.predicted:
+                told = base
             answer.append((key, told.scheme, best.scheme, told.measured / best.measured - 1))
     return answer
 
