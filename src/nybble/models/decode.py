@@ -11,6 +11,7 @@ cache that forgets, gives no number but `Mismatch`.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,9 @@ class Runner:
         self._model = model
         self._device = next(model.parameters()).device
         self._cache: Any = None
+        # transformers renamed the argument between 5.22 and 5.24, and ignores a name it does not know.
+        known = inspect.signature(model.forward).parameters
+        self._argument = "cache" if "cache" in known else "past_key_values"
 
     def start(self, prompt: Tensor) -> Tensor:
         """Forget everything, read the prompt (int64 [n]), return the logits [V] of what follows."""
@@ -77,7 +81,7 @@ class Runner:
         return self._forward(torch.tensor([[token]], device=self._device))
 
     def _forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self._model(input_ids=ids, cache=self._cache, use_cache=True).logits[0, -1]
+        result: Tensor = self._model(input_ids=ids, use_cache=True, **{self._argument: self._cache}).logits[0, -1]
         return result
 
 
