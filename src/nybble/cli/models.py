@@ -95,7 +95,7 @@ def quantize(options: argparse.Namespace) -> None:
     from nybble.quantize.schemes import scheme as find_scheme
 
     scheme, device = find_scheme(options.scheme), find_device(options.device)
-    learns = plan(options.method).needs_inputs
+    learns = plan(options.method).needs_batches
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise BadInput(f"{options.out} is there already: name a new folder")
     _hush()

@@ -67,8 +67,10 @@ def fuse(modules: Sequence[nn.Module]) -> Projection:
     """One projection for several that share their input, outputs side by side.
 
     Their weights become views of the fused one. Weights that cannot be joined (formats or tensor scales that differ)
-    are called one by one.
+    and modules that change their inputs first (hooks, as rotations set them) are called one by one.
     """
+    if any(module._forward_pre_hooks for module in modules):
+        return lambda x: torch.cat([module(x) for module in modules], -1)
     if all(type(module) is nn.Linear for module in modules):
         return _fuse_linears([module for module in modules if isinstance(module, nn.Linear)])
     quantized = [module for module in modules if isinstance(module, QuantLinear)]

@@ -205,10 +205,9 @@ def _at_decode(bench: Bench, quantized: nn.Module) -> tuple[str, nn.Module, Serv
 def _laid_out(quantized: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy with the same quantized weights, laid out for decoding in `dtype`, and everything else in it."""
     model = share(quantized, dtype)
-    layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLinear)]
-    for name, layer in layers:
-        plain = QuantLinear(layer.weight.to_layout(DENSE), layer.bias, layer.activation, layer.activation_amax)
-        model.set_submodule(name, plain.prepare(dtype))
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer.prepare(dtype)
     return model
 
 

@@ -147,7 +147,7 @@ def _bench(
     dtype = next(model.parameters()).dtype
     choices = [dtype] if request.dtype != "auto" or device.type != "cpu" else [torch.float32, torch.bfloat16]
     windows = texts.split(ids, request.tokens, window, text.name)
-    many = plan(request.method).needs_inputs
+    many = plan(request.method).needs_batches
     calibration = texts.calibration(ids, request.tokens, texts.LEARNING if many else texts.RANGES, min(512, window))
     return measure.prepare(model, windows, calibration, choices, request.seed, known, display.step)
 
