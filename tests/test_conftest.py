@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,11 @@ def test_other_packages_get_plain_memory() -> None:
     assert torch.empty(3).storage_offset() == 0
 
 
-def test_a_compiler_sees_the_plain_allocation() -> None:
-    scope: dict[str, Any] = {"__name__": "nybble.probe", "torch": torch}
+def test_a_compiler_sees_the_plain_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = ModuleType("nybble.probe")
+    monkeypatch.setitem(sys.modules, probe.__name__, probe)  # torch 2.11 looks the module up
+    scope: dict[str, Any] = vars(probe)
+    scope["torch"] = torch
     exec("def f(x):\n    y = torch.empty_like(x)\n    y.copy_(x)\n    return y + 1", scope)
     compiled = torch.compile(scope["f"], fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
