@@ -87,10 +87,10 @@ class Op:
         agreement: what every implementation owes the reference.
         cases: yields (label, arguments) for tests and benchmarks on a device.
         cost: takes the op's arguments, returns a Cost.
-        size: takes the op's arguments, returns the norm its result has when terms do not cancel.
         homes: device type -> module whose IMPLEMENTATIONS (in order of preference) serve it.
         fallback: serves everywhere when nothing else is willing.
         promise: what is promised about equal bits.
+        size: takes the op's arguments, returns the norm its result has when terms do not cancel (0: it says nothing).
     """
 
     name: str
@@ -98,10 +98,10 @@ class Op:
     agreement: Agreement
     cases: Callable[..., Any]
     cost: Callable[..., Cost]
-    size: Callable[..., float]
     homes: Mapping[str, str]
     fallback: Implementation
     promise: Promise = "none"
+    size: Callable[..., float] = lambda *args: 0.0
 
     def check(self, y: Tensor, args: tuple[Any, ...], what: str) -> float:
         """The distance of y from the reference on these arguments; raises Mismatch beyond the agreement."""

@@ -69,7 +69,6 @@ DECODE_ATTENTION = Op(
     agreement=Agreement({torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}),
     cases=cases,
     cost=cost,
-    size=lambda *args: 0.0,
     homes={"cuda": "nybble.ops.decode_attention.triton"},
     fallback=Implementation("decode_attention_torch", decode_attention_reference, lambda *args: None, native=True),
 )

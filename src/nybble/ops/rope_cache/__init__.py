@@ -81,7 +81,6 @@ ROPE_CACHE = Op(
     agreement=Agreement({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}),
     cases=cases,
     cost=cost,
-    size=lambda *args: 0.0,
     homes={"cuda": "nybble.ops.rope_cache.triton"},
     fallback=Implementation("rope_cache_torch", rope_cache_reference, lambda *args: None, native=True),
 )

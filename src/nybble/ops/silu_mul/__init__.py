@@ -50,7 +50,6 @@ SILU_MUL = Op(
     agreement=Agreement({torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}),
     cases=cases,
     cost=cost,
-    size=lambda *args: 0.0,
     homes={"cuda": "nybble.ops.silu_mul.triton"},
     fallback=Implementation("silu_mul_torch", silu_mul_reference, lambda *args: None, native=True),
 )
