@@ -36,11 +36,9 @@ def _int8_weight(w: QuantTensor) -> str | None:
     return None
 
 
-def _scaled(y: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """y (float32 or x.dtype) times per-output scales, plus bias, in x's shape and dtype."""
-    y = y.mul_(scale.flatten())
-    y = y if bias is None else y.add_(bias)
-    return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
+def _finish(y: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """y [rows, N] plus bias, in x's leading shape and dtype."""
+    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
 def _w8a16_supports(
@@ -62,7 +60,7 @@ def _w8a16(
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y = torch.ops.aten._weight_int8pack_mm(rows, w.unpack().view(torch.int8), w.scale.flatten().to(x.dtype))
-    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], w.shape[0])
+    return _finish(y, bias, x)
 
 
 def _w8a8_supports(
@@ -80,7 +78,7 @@ def _w8a8(
 ) -> Tensor:
     a = quantize(x.reshape(-1, x.shape[-1]), activation or "int8_token", check=False)
     products = torch._int_mm(a.unpack().view(torch.int8), w.unpack().view(torch.int8).t())
-    return _scaled(products.to(torch.float32).mul_(a.scale), w.scales()[0], bias, x)
+    return _finish(products.to(torch.float32).mul_(a.scale).mul_(w.scales()[0].flatten()), bias, x)
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def _w4a16(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     group = int4_group(w.format, w.shape)
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, w.codes, group, w.scale)
-    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], w.shape[0])
+    return _finish(y, bias, x)
 
 
 IMPLEMENTATIONS = (
