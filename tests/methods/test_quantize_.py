@@ -1,7 +1,9 @@
 """quantize_ on modules of every kind: what is replaced, what is kept and said so, and what is refused."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -210,3 +212,21 @@ def test_no_warning_where_nothing_is_wrong() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nybble.quantize_(Model(), "W4A16")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_an_original_weight_is_let_go_once_its_layers_are_done(method: str) -> None:
+    """Memory: never all the originals beside all the codes."""
+    model = Model(tie=False)
+    originals = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    held: list[int] = []
+
+    def progress(done: int, total: int, name: str) -> None:
+        held.append(sum(weight() is not None for weight in originals))
+
+    batches = [torch.randint(0, 50, (1, 80))]
+    nybble.quantize_(model, "W4A16_G32", method, ignore=(), calibration=batches, progress=progress)
+    stage = 4 if method == "gptq" else 3  # a block's linears, or those that share a tensor scale
+    assert all(count <= len(originals) - done + stage for done, count in enumerate(held))
+    gc.collect()
+    assert not any(weight() is not None for weight in originals)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nybble.formats import table
-from nybble.quantize import blocks, layouts, quantize
+from nybble.quantize import api, blocks, layouts, quantize, tensor
 from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES
 
 BOTH = (TILES, SPREAD_TILES)
@@ -56,6 +56,24 @@ def test_a_tensor_means_the_same_in_every_layout(name: str, layout: layouts.Layo
     w = quantize(torch.randn(33, 200, generator=rng), name)
     assert torch.equal(w.to_layout(layout).dequantize(), w.dequantize())
     assert torch.equal(w.to_layout(layout).to_layout(layouts.DENSE).codes, w.codes)
+
+
+@pytest.mark.parametrize("name", ["int4_g128_asym", "int3_g64", "nvfp4", "fp8_block128", "int8_channel"])
+@pytest.mark.parametrize("layout", BOTH, ids=lambda layout: layout.name)
+def test_a_large_tensor_is_packed_in_pieces(
+    name: str, layout: layouts.Layout, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N and the piece's rows divide neither each other nor a block's."""
+    x = torch.randn(517, 200, generator=rng)
+    whole = quantize(x, name)
+    expected = whole.to_layout(layout)
+    monkeypatch.setattr(api, "_CPU_PIECE", 3_000)
+    monkeypatch.setattr(tensor, "PIECE", 3_000)
+    pieces = quantize(x, name)
+    packed = pieces.to_layout(layout)
+    for one, other in ((pieces, whole), (packed, expected), (packed.to_layout(layouts.DENSE), whole)):
+        assert one.parts.keys() == other.parts.keys()
+        assert all(torch.equal(part, other.parts[part_name]) for part_name, part in one.parts.items())
 
 
 def fragment(packed: torch.Tensor, row: int, column: int) -> int:

@@ -14,7 +14,7 @@ from nybble.errors import BadInput
 from nybble.methods.calibrate import Batch, Calibration, batches, evaluating, input_amax
 from nybble.methods.compose import Plan, method_module, methods, plan
 from nybble.methods.pipeline import Run, replace, weight_amax
-from nybble.methods.select import Selection, Skipped, matches, select
+from nybble.methods.select import Selection, Skipped, fused_groups, matches, select
 from nybble.methods.stages import Stage, drive, split
 from nybble.methods.work import Work, fingerprint
 from nybble.quantize.schemes import Scheme
@@ -106,12 +106,15 @@ def quantize_(
     work = None
     if work_dir is not None:
         work = Work(work_dir, _identity(model, chosen, what, selection, given))
+    names = list(selection.linears)
     with evaluating(model):
         run = _prepare(model, chosen, what, selection, given, work)
         run.progress = progress
-        run.go(_stages(model, run, selection))
+        stages = _stages(model, run, selection)
+        selection.linears.clear()  # from here on only the stages hold them, each until it is done
+        run.go(stages)
     unreached = tuple(run.unreached if what.needs_inputs else ())
-    set_record(model, Record(chosen, method, list(selection.linears), selection.skipped, tuple(ignore), unreached))
+    set_record(model, Record(chosen, method, names, selection.skipped, tuple(ignore), unreached))
     return model
 
 
@@ -131,9 +134,10 @@ def _prepare(
 
 
 def _stages(model: nn.Module, run: Run, selection: Selection) -> list[Stage]:
-    """Blocks where they are gone through one by one, else everything at once."""
+    """Blocks where they are gone through one by one, else what shares a tensor scale."""
     if run.driver is None and run.work is None:
-        return [Stage("", model, selection.linears)]
+        groups = fused_groups(selection.linears)
+        return [Stage("", model, {name: selection.linears[name] for name in group}) for group in groups]
     return split(model, selection.linears)
 
 

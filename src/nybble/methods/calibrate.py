@@ -41,15 +41,15 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and without gradients; each module's mode is as it was afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Without dropout and without gradients; afterwards each module, or what took its place, has its mode again."""
+    modes = {name: module.training for name, module in model.named_modules()}  # by name: a module may be let go
     try:
         model.eval()
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
 
 
 class _Watch:

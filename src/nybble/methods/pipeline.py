@@ -11,6 +11,7 @@ distinct input and twice that while it is factored.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,12 +57,17 @@ class Run:
     progress: Progress | None = None
     unreached: list[str] = field(default_factory=list)
     starved: tuple[int, int, str] | None = None
-    _shared: dict[int, tuple[Tensor, QuantTensor]] = field(default_factory=dict)
+    _tied: dict[int, Tensor] = field(default_factory=dict)
+    _shared: dict[int, QuantTensor] = field(default_factory=dict)
     _done: int = 0
 
     def go(self, stages: list[Stage]) -> None:
-        """Quantize every linear of the stages, in their order."""
+        """Quantize every linear of the stages, in their order; the stages are emptied, so that nothing is held."""
         total = sum(len(stage.linears) for stage in stages)
+        weights = [linear.weight for stage in stages for linear in stage.linears.values()]
+        uses = Counter(map(id, weights))
+        self._tied = {id(weight): weight for weight in weights if uses[id(weight)] > 1}
+        del weights
         for stage in stages:
             finished = self.work.load(stage.name) if self.work else None
             if finished is None:
@@ -108,7 +114,7 @@ class Run:
     def _round(self, layer: Layer) -> QuantTensor:
         known = self._shared.get(id(layer.weight))
         if known is not None:
-            return known[1]
+            return known
         part = self.plan.rounds
         if not part.needs_inputs:
             rounded = part.module.apply(layer, part.config)
@@ -116,18 +122,22 @@ class Run:
             rounded = rtn.apply(layer, rtn.Config())
         else:
             rounded = share.rounded(layer, lambda one: part.module.apply(one, part.config))
-        self._shared[id(layer.weight)] = (layer.weight, rounded)
+        if id(layer.weight) in self._tied:
+            self._shared[id(layer.weight)] = rounded
         return rounded
 
     def _install(self, stage: Stage, finished: Finished) -> None:
-        for name, linear in stage.linears.items():
-            amax, device = None, linear.weight.device
+        for name in list(stage.linears):
+            linear = stage.linears.pop(name)
+            amax, device, dtype = None, linear.weight.device, linear.weight.dtype
             if self.scheme.static_input_scale:
                 amax = self.input_amax.get(name, finished.input_amax.get(name))
                 amax = None if amax is None else amax.to(device)
-            layer = QuantLinear(finished.weights[name].to(device), linear.bias, self.scheme.activation, amax)
+            layer = QuantLinear(finished.weights.pop(name).to(device), linear.bias, self.scheme.activation, amax)
             take_over(linear, layer)
-            replace(self.model, linear, layer.prepare(linear.weight.dtype))
+            replace(self.model, linear, layer)
+            del linear  # its weight may go before the codes are brought into another layout
+            layer.prepare(dtype)
 
     def _tell(self, total: int, count: int, name: str) -> None:
         self._done += count

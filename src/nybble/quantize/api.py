@@ -7,6 +7,10 @@ worked on in pieces of rows that stay in a processor's cache.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -14,16 +18,16 @@ from nybble.errors import BadInput
 from nybble.formats import table
 from nybble.formats.spec import BlockFormat, IntFormat
 from nybble.quantize import elements, scales
-from nybble.quantize.blocks import cut, join, matrix, per_block
+from nybble.quantize.blocks import PIECE, Stack, cut, join, matrix, per_block, scale_shape, sides
 from nybble.quantize.layouts import DENSE, Layout
 from nybble.quantize.rounding import check as check_rounding
 from nybble.quantize.rounding import uniform
 from nybble.quantize.tensor import QuantTensor
 
-# Values a piece: on a CPU its float32 temporaries fit a core's second-level cache, elsewhere they stay far below
-# the size of a layer.
-_PIECE = {"cpu": 1 << 18}
-_PIECE_ELSEWHERE = 1 << 22
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, stored block scales, zero points."""
+
+_CPU_PIECE = 1 << 18  # its float32 temporaries fit a core's second-level cache
 
 
 def quantize(
@@ -77,15 +81,16 @@ def quantize(
         amax = torch.as_tensor(tensor_amax, dtype=torch.float32, device=x.device)
     tensor = None if amax is None else scales.tensor_scale(rule_name, fmt, amax)
 
-    pieces = []
-    for start, piece in _pieces(x, fmt):
-        values = piece.to(torch.float32)
-        draws = uniform(tuple(values.shape), seed or 0, x.device, start) if stochastic else None
-        pieces.append(_quantize_piece(values, fmt, propose, rounding, draws, tensor))
-    codes, scale, zero_point = _assemble(pieces, fmt, tuple(x.shape), layout)
-    return QuantTensor(
-        fmt, tuple(x.shape), codes, scale, None if tensor is None else tensor.decode, zero_point, layout, x.dtype
-    )
+    def piecewise() -> Iterator[Parts]:
+        for start, piece in _pieces(x, fmt):
+            values = piece.to(torch.float32)
+            draws = uniform(tuple(values.shape), seed or 0, x.device, start) if stochastic else None
+            codes, scale, zero_point = _quantize_piece(values, fmt, propose, rounding, draws, tensor)
+            yield DENSE.pack(codes, fmt.element.bits), scale, zero_point
+
+    codes, scale, zero_point = _assemble(piecewise(), fmt, tuple(x.shape))
+    decode = None if tensor is None else tensor.decode
+    return QuantTensor(fmt, tuple(x.shape), codes, scale, decode, zero_point, DENSE, x.dtype).to_layout(layout)
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -109,7 +114,7 @@ def _pieces(x: Tensor, fmt: BlockFormat) -> list[tuple[int, Tensor]]:
     """(index of the first value, piece) for runs of whole blocks of rows; one piece where rows cannot be parted."""
     rows = fmt.block[0]
     whole = matrix(tuple(x.shape))
-    most = _PIECE.get(x.device.type, _PIECE_ELSEWHERE)
+    most = _CPU_PIECE if x.device.type == "cpu" else PIECE
     if rows is None or x.ndim < 2 or x.numel() <= most:
         return [(0, x)]
     if rows > 1 and x.ndim > 2:
@@ -126,7 +131,7 @@ def _quantize_piece(
     rounding: str,
     draws: Tensor | None,
     tensor: scales.TensorScale | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Parts:
     """(codes of x's shape, stored scales, zero points) of one piece."""
     blocks = cut(x, fmt)
     proposal = propose(blocks, fmt, tensor)
@@ -151,21 +156,20 @@ def encode_quotient(
     return elements.encode(element, whole)
 
 
-def _assemble(
-    pieces: list[tuple[Tensor, Tensor, Tensor | None]], fmt: BlockFormat, shape: tuple[int, ...], layout: Layout
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The pieces put together in the layout."""
-    bits = fmt.element.bits
-    lead = matrix(shape)[:-2] if len(shape) > 1 else ()
-    scale = torch.cat([piece[1] for piece in pieces])
-    zeros = [piece[2] for piece in pieces if piece[2] is not None]
-    zero_point = torch.cat(zeros) if zeros else None
-    if lead and len(pieces) > 1:
-        scale = scale.unflatten(0, (*lead, -1))
-        zero_point = None if zero_point is None else zero_point.unflatten(0, (*lead, -1))
-    scale, zero_point = layout.pack_scales(scale, zero_point, fmt, shape)
-    if layout == DENSE:  # rows are independent: pack while a piece is in the cache
-        packed = torch.cat([layout.pack(piece[0], bits) for piece in pieces])
-    else:
-        packed = layout.pack(torch.cat([piece[0] for piece in pieces]).view(shape), bits)
-    return packed.view(*shape[:-1], packed.shape[-1]) if layout == DENSE else packed, scale, zero_point
+def _assemble(pieces: Iterator[Parts], fmt: BlockFormat, shape: tuple[int, ...]) -> Parts:
+    """The parts of the whole tensor, in the plain arrangement, from those of its pieces."""
+    first = next(pieces)
+    rows = sides(fmt, shape)[0]
+    if first[1].shape == scale_shape(fmt, shape):
+        return first
+    *lead, n, _ = matrix(shape)
+    count = math.prod(lead) * n
+    codes, scale, zero_point = Stack(count), Stack(-(-count // rows)), Stack(-(-count // rows))
+    for piece in chain([first], pieces):
+        codes.add(piece[0])
+        scale.add(piece[1])
+        if piece[2] is not None:
+            zero_point.add(piece[2])
+    packed, blocks = codes.whole(), scale.whole()
+    zeros = None if first[2] is None else zero_point.whole().unflatten(0, (*lead, -1))
+    return packed.unflatten(0, (*lead, -1)), blocks.unflatten(0, (*lead, -1)), zeros

@@ -13,6 +13,33 @@ from torch import Tensor
 from nybble.formats.spec import BlockFormat
 
 Shape = tuple[int, ...]
+PIECE = 1 << 20
+"""Values that are worked on at once where a tensor is large: far fewer than a layer has."""
+
+
+class Stack:
+    """Pieces that come one by one, written below each other into one tensor so that no second copy is made.
+
+    Args:
+        length: of the whole's first axis.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length, self._filled = length, 0
+        self._whole: Tensor | None = None
+
+    def add(self, piece: Tensor) -> None:
+        """The next piece [rows, ...]; the first one decides dtype, device and the other axes."""
+        if self._whole is None:
+            self._whole = piece.new_empty((self._length, *piece.shape[1:]))
+        self._whole[self._filled : self._filled + len(piece)] = piece
+        self._filled += len(piece)
+
+    def whole(self) -> Tensor:
+        """Everything; ValueError where the pieces do not add up to the length."""
+        if self._whole is None or self._filled != self._length:
+            raise ValueError(f"{self._filled} of {self._length} rows were given")
+        return self._whole
 
 
 def sides(fmt: BlockFormat, shape: Shape) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,16 @@ _LAYOUTS: dict[str, Layout] = {}
 
 @dataclass(frozen=True)
 class Layout:
-    """Base of the layouts: plain codes, scales left as they are."""
+    """Base of the layouts: plain codes, scales left as they are.
+
+    Attributes:
+        name: by which it is found.
+        rows: how many rows of a matrix are stored together, so that runs of that many can be packed alone and lie
+            below each other in the storage; 0 where only the whole can be packed.
+    """
 
     name: str
+    rows: ClassVar[int] = 0
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         """Storage for uint8 codes [..., N, K] of `bits` bits each."""
@@ -78,6 +86,7 @@ class BitStream(Layout):
         high_first: within a byte, whether the first element takes the high bits (bitsandbytes' nibbles).
     """
 
+    rows: ClassVar[int] = 1
     word: int = 1
     offset: bool = False
     high_first: bool = False

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Tiles(Layout):
         spread: whether the bits of 4-bit codes are spread as the module says.
     """
 
+    rows: ClassVar[int] = ROWS
     spread: bool = False
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:

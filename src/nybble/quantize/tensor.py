@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nybble.formats.spec import BlockFormat, IntFormat
 from nybble.quantize import elements
-from nybble.quantize.blocks import expand
+from nybble.quantize.blocks import PIECE, Stack, expand
 from nybble.quantize.layouts import DENSE, Layout
 
 
@@ -101,8 +101,21 @@ class QuantTensor:
             return self
         plain = self.layout.unpack_scales(self.scale, self.zero_point, self.format, self.shape)
         scale, zero_point = layout.pack_scales(*plain, self.format, self.shape)
-        codes = layout.pack(self.unpack(), self.format.element.bits)
-        return replace(self, codes=codes, scale=scale, zero_point=zero_point, layout=layout)
+        return replace(self, codes=self._repacked(layout), scale=scale, zero_point=zero_point, layout=layout)
+
+    def _repacked(self, layout: Layout) -> Tensor:
+        """The codes in another layout; those of a large matrix in pieces, to need little memory beside both."""
+        bits, step = self.format.element.bits, math.lcm(self.layout.rows, layout.rows)
+        if not step or len(self.shape) != 2 or math.prod(self.shape) <= PIECE:
+            return layout.pack(self.unpack(), bits)
+        n, k = self.shape
+        step *= max(1, PIECE // (step * k))
+        packed = Stack(-(-n // layout.rows))
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            stored = self.codes[start // self.layout.rows : -(-stop // self.layout.rows)]
+            packed.add(layout.pack(self.layout.unpack(stored, (stop - start, k), bits), bits))
+        return packed.whole()
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on another device."""
