@@ -7,6 +7,7 @@ from typing import Any
 
 from nybble.errors import Unsupported
 from nybble.ops._declare import Implementation, Op
+from nybble.ops._promise import demand
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Candidate:
 
 
 def choose(op: Op, device: str, *args: Any) -> Implementation:
-    """The first implementation willing to serve these arguments; Unsupported with every reason where none is."""
+    """The first implementation willing to serve these arguments; Unsupported with every reason where none is.
+
+    Inside a promise (_promise.py) an op that does not make it is refused.
+    """
+    demand(op.name, op.promise, args)
     candidates = op.implementations(device)
     for candidate in candidates:
         if candidate.supports(*args) is None:
