@@ -102,6 +102,15 @@ def test_expectations_for_linears_counted_elsewhere() -> None:
     }
 
 
+def test_what_stays_as_it_is_dilutes_what_is_gained() -> None:
+    row = machines.get("h200")
+    alone = plan.speedups([(4096, 4096)], row, ["W4A16"])["W4A16"]
+    base = plan.of_linear(1, 4096, 4096, "bf16", row).seconds
+    kept = plan.of_linear(1, 32000, 4096, "bf16", row).seconds
+    whole = plan.speedups([(4096, 4096)], row, ["W4A16"], kept=[(32000, 4096)])["W4A16"]
+    assert whole == pytest.approx((base + kept) / (base / alone + kept))
+
+
 def test_layers_are_mixed_where_that_wins() -> None:
     found = plan.make(llama(), machines.get("rtx3090"), [1, 2048], ["W4A16", "W4A4"])
     assert set(found.layers.values()) == {"W4A16", "W4A4"}

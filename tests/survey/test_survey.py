@@ -16,6 +16,8 @@ from nybble.errors import BadInput, Unsupported
 from nybble.methods import quantize_
 from nybble.models import text
 from nybble.ops import QuantLinear
+from nybble.planner import here, plan
+from nybble.planner.machines import TABLE, Machine
 from nybble.survey import Original, Request, Result, Row, measure, run, store, survey
 from nybble.survey.paths import service
 
@@ -167,6 +169,26 @@ def test_a_path_that_changes_with_m_is_told(place: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "service", lambda model, m, dtype: ("native" if m == 1 else "emulated", f"M{m}"))
     (row,) = survey(request(place, "by m", schemes=("W8A16",)), Watch()).rows
     assert (row.path, row.window_path, row.why) == ("native", "emulated", "M1; at M = 200 emulated")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("known", [True, False])
+def test_the_planners_expectation_stands_beside_the_measurement(
+    place: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    def machine(cpu: bool = False) -> Machine:
+        assert cpu
+        if known:
+            return TABLE["epyc-2c"]
+        raise Unsupported("not in the table")
+
+    monkeypatch.setattr(here, "machine", machine)
+    (row,) = survey(request(place, f"planned {known}", schemes=("W8A16",)), Watch()).rows
+    head, *inside = reversed([m for m in tiny.llama().modules() if isinstance(m, torch.nn.Linear)])
+    sizes = [(linear.out_features, linear.in_features) for linear in inside]
+    kept = [(head.out_features, head.in_features)]
+    expected = plan.speedups(sizes, TABLE["epyc-2c"], ["W8A16"], kept=kept)["W8A16"]
+    assert row.expected == (pytest.approx(expected) if known else None)
 
 
 @pytest.mark.usefixtures("quick")

@@ -20,9 +20,10 @@ from nybble.planner.lines import from_json
 from nybble.planner.machines import SCALARS, TABLE, UNITS, Machine, with_measured
 
 
-def key() -> str:
+def key(cpu: bool = False) -> str:
     """The name of this machine's processor: the first GPU's, or the CPU's model with its number of cores."""
-    return gpu_name() or f"{_cpu_name()}, {os.cpu_count()} cores"
+    gpu = None if cpu else gpu_name()
+    return gpu or f"{_cpu_name()}, {os.cpu_count()} cores"
 
 
 def gpu_name() -> str | None:
@@ -77,13 +78,16 @@ def load(path: Path) -> dict[str, Any] | None:
         raise BadInput(f"{path}: holds no measured ceilings ({error!r}); remove it or measure again") from error
 
 
-def machine() -> Machine:
+def machine(cpu: bool = False) -> Machine:
     """This machine: its row, with measured ceilings in place of the table's where there are any.
+
+    Args:
+        cpu: whether its CPU is asked for even where there is a GPU.
 
     Raises:
         Unsupported: no row and nothing measured.
     """
-    name = key()
+    name = key(cpu)
     found, row = load(file_for(name)), row_for(name)
     if found is None and row is not None:
         return row

@@ -163,8 +163,9 @@ def make(
 
 
 def speedups(
-    sizes: Iterable[tuple[int, int]], machine: Machine, schemes: Iterable[str], m: int = 1
-) -> dict[str, float]:
+    sizes: Iterable[tuple[int, int]], machine: Machine, schemes: Iterable[str], m: int = 1,
+    kept: Iterable[tuple[int, int]] = (),
+) -> dict[str, float]:  # fmt: skip
     """What to expect of linears that were counted elsewhere (survey shows it beside what it measures).
 
     Args:
@@ -172,13 +173,17 @@ def speedups(
         machine: where.
         schemes: which; those that the machine refuses are left out.
         m: tokens at once.
+        kept: [N, K] of linears that run as they are under every scheme (a model's head).
 
     Returns:
         scheme -> the original's time over its own, linears only.
     """
     linears = tuple(Linear(f"{n}x{k}", n, k, count) for (n, k), count in Counter(sizes).items())
-    rows = _rows(Model("linears", linears), machine, m, [scheme(name).name for name in schemes])
-    return {row.scheme: row.speedup for row in rows if row.speedup is not None}
+    rows = _rows(Model("linears", linears), machine, m, [ORIGINAL, *(scheme(name).name for name in schemes)])
+    seconds = {row.scheme: row.seconds for row in rows if row.seconds is not None}
+    beside = sum(of_linear(m, n, k, ORIGINAL, machine).seconds for n, k in kept)
+    base = seconds.pop(ORIGINAL) + beside
+    return {name: base / (own + beside) for name, own in seconds.items()}
 
 
 def weight_bytes(model: Model, name: str) -> int:

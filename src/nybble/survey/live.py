@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nybble.survey.rows import Original, Row, megabytes
 
-HEADINGS = ("scheme", "bits", "MB", "perplexity", "KL", "top-1", "tok/s", "ratio", "path")
+HEADINGS = ("scheme", "bits", "MB", "perplexity", "KL", "top-1", "tok/s", "ratio", "plan", "path")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -26,6 +26,7 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.top1, ".1%"),
         _number(row.tokens_per_second, ".1f"),
         _number(row.speedup, ".2f"),
+        _number(row.expected, ".2f"),
         row.path if row.path != "refused" else f"refused: {row.why.splitlines()[0]}",
     )
 
@@ -33,7 +34,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def original_cells(original: Original) -> tuple[str, ...]:
     """The original's line of the table."""
     whole = Row("original", "", original.bits_per_weight, original.bytes, original.perplexity, 0.0, 1.0,
-                original.tokens_per_second, "native", speedup=1.0)  # fmt: skip
+                original.tokens_per_second, "native", speedup=1.0, expected=1.0)  # fmt: skip
     return cells(whole)
 
 
@@ -96,7 +97,7 @@ class Screen:
             self._line(shown)
 
     def _line(self, shown: tuple[str, ...]) -> None:
-        widths = (16, 5, 6, 10, 8, 7, 7, 6)
+        widths = (16, 5, 6, 10, 8, 7, 7, 6, 6)
         first, *middle = shown[:-1]
         text = f"{first:<{widths[0]}}" + "".join(f" {c:>{w}}" for c, w in zip(middle, widths[1:], strict=True))
         self._console.print(f"{text}  {shown[-1]}", highlight=False, markup=False, soft_wrap=True)

@@ -27,6 +27,7 @@ from nybble.ops import QuantLinear
 from nybble.quantize.layouts import DENSE
 from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
+from nybble.survey import expect
 from nybble.survey.paths import service
 from nybble.survey.rows import KEPT_BITS, Original, Row, Service
 
@@ -178,6 +179,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         dtype=dtype,
         busy=machine.busy(),
         window_path=window_path,
+        expected=expect.speedup(bench.model, scheme, _IGNORE),
         **speeds,
     )
 

@@ -12,7 +12,7 @@ from nybble.survey.live import cells, original_cells
 from nybble.survey.recommend import DEFAULT_MAX_KL
 from nybble.survey.rows import Result, Row, busy_note
 
-_HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "path")
+_HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "x planned", "path")
 
 _GGUF = (
     "The model comes from a GGUF file, which may hold fewer than 16 bits a weight itself: the original here are its "

@@ -128,6 +128,7 @@ class Row(_Plain):
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
         seconds: what the row took to measure.
+        expected: the speedup that the planner predicts of the best kernel (survey/expect.py).
         busy: whether others used the machine while speed was measured, so that it is unsteady.
     """
 
@@ -147,6 +148,7 @@ class Row(_Plain):
     dtype: str | None = None
     busy: bool = False
     window_path: Service | None = None
+    expected: float | None = None
 
 
 @dataclass(frozen=True)
