@@ -7,9 +7,10 @@ from method_layers import layer
 from nybble.errors import BadInput
 from nybble.formats import array, table
 from nybble.methods import gptq, rtn, schur
-from nybble.methods.columns import Target, ordered
+from nybble.methods.columns import ordered
 from nybble.methods.layer import Inputs, Layer, absorbed, factor, relative_error
 from nybble.ops.linear.reference import round_activation
+from nybble.ops.round_columns.reference import nearest
 from nybble.quantize import elements
 from nybble.quantize.api import encode_quotient
 from nybble.quantize.schemes import Scheme
@@ -153,17 +154,17 @@ def test_columns_are_rounded_as_quantize_rounds(fmt: str) -> None:
     near = [torch.nextafter(t, torch.full_like(t, side)) for t in (ties, values) for side in (-9e9, 9e9)]
     x = torch.cat([values, ties, *near, 3 * values, torch.randn(500, generator=torch.Generator().manual_seed(0))])
     zero = (torch.arange(len(x)) % 5 - 2).to(torch.float32) if block.zero_point else None
-    t = Target(block, block.rule, 1, None)
     for scale in (1.0, 0.37):
         effective = torch.full_like(x, scale)
-        rounded = t.nearest(x.double() * scale, effective, zero)
+        rounded = nearest(block.element, x.double() * scale, effective, zero)
         stored = None if zero is None else zero[:, None].to(torch.int8)
         codes = encode_quotient(
             block, ((x.double() * scale).float() / effective)[:, None, None, None], stored
         ).flatten()
         expected = elements.decode(block.element, codes)
         assert torch.equal(rounded, expected if zero is None else expected - zero)
-        again = elements.decode(block.element, t.codes(rounded, zero))
+        whole = rounded if zero is None else rounded + zero
+        again = elements.decode(block.element, elements.encode(block.element, whole))
         assert torch.equal(again, expected)
 
 

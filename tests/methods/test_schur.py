@@ -45,8 +45,7 @@ def test_the_loss_is_what_later_columns_cannot_repair(name: str) -> None:
     t, group, upper = first_group(one, width)
     old = t.propose(group)
     loss = schur.replay(t, group, upper, old.effective[None], t.zeros(old))[0]
-    codes, _ = commit(t, group.clone(), upper, old)
-    elements_of = elements.decode(t.format.element, codes)
+    elements_of, _ = commit(t, group.clone(), upper, old)
     zero = 0 if t.zeros(old) is None else t.zeros(old)
     rounded = (elements_of - zero) * old.effective
     d = (group - rounded).t()

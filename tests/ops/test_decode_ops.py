@@ -1,4 +1,4 @@
-"""The small ops of a decode step: each implementation against its definition, and definitions against transformers.
+"""The small ops of a decode step and of calibration: each implementation against its definition.
 
 Without a GPU the Triton kernels run in Triton's interpreter (tests/conftest.py). Its conversion to bfloat16 cuts
 bits off instead of rounding (Triton 3.6 and 3.7), so bfloat16 cases of kernels are for a GPU only.
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nybble.errors import BadInput
-from nybble.ops import decode_attention, rmsnorm, rope_cache, silu_mul
+from nybble.ops import decode_attention, rmsnorm, rope_cache, round_columns, silu_mul
 from nybble.ops._declare import Implementation, Op
 
 OPS = [
@@ -16,6 +16,7 @@ OPS = [
     silu_mul.SILU_MUL,
     rope_cache.ROPE_CACHE,
     decode_attention.DECODE_ATTENTION,
+    round_columns.ROUND_COLUMNS,
 ]
 PAIRS = [(op, implementation) for op in OPS for implementation in op.implementations("cuda")]
 

@@ -27,6 +27,13 @@ KERNELS = {
         {"part_o": "*fp32", "part_ml": "*fp32", "o": "*bf16"},
         {"GROUP": 4, "PARTS": 16, "D": 128, "BD": 128, "BP": 16},
     ),
+    "nybble.ops.round_columns.triton:_round_columns_kernel": (
+        {**dict.fromkeys(("columns", "upper", "errors"), "*fp64"), "scale": "*fp32", "zero": "*fp32",
+         **dict.fromkeys(("n", "total", "stride_r", "stride_c", "stride_n"), "i32"),
+         **dict.fromkeys(("upper_stride_r", "upper_stride_c"), "i32")},
+        {"R": 16, "BR": 16, "BLOCK": 32, "HAS_ZERO": False, "IS_INT": False, "LOW": -6.0, "HIGH": 6.0, "ONE": 2.0,
+         "SMALLEST": 1.0, "MAGIC": 12582912.0},
+    ),
 }  # fmt: skip
 TARGETS = (80, 90, 100, 120)
 

@@ -18,25 +18,26 @@ still share it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nybble.errors import BadInput
-from nybble.formats import array
-from nybble.formats.spec import BlockFormat, ElementFormat, FloatFormat, IntFormat
+from nybble.formats.spec import BlockFormat
 from nybble.methods.layer import Factor, Layer
+from nybble.ops.round_columns import round_columns
+from nybble.ops.round_columns.reference import nearest
 from nybble.quantize import QuantTensor, elements, scales
 from nybble.quantize.blocks import cut, sides
 from nybble.quantize.layouts import DENSE
 
-_EXPONENT = 0x7F800000  # the bits of a float32's exponent: alone, the power of two below a number
-_RUN = 32  # columns whose repairs stay among themselves until the run is done
+RUN = 32  # columns whose repairs stay among themselves until the run is done
+
+Run = tuple[slice, Tensor]
+"""Which columns of a group, and their errors, float64 [R, C, N]."""
 
 
 @dataclass(frozen=True)
@@ -85,51 +86,6 @@ class Target:
         """A scale's zero points as float32 [N]."""
         return None if scale.zero_point is None else self.spread(scale.zero_point).to(torch.float32)
 
-    def nearest(self, x: Tensor, effective: Tensor, zero: Tensor | None = None) -> Tensor:
-        """What float64 values are rounded to, before the scale: the element less its zero point, float32.
-
-        Scales and zero points (float32) have the shape of x. The same as encoding and decoding, in fewer steps.
-        """
-        quotient = x.to(torch.float32) / effective
-        element = self.format.element
-        if isinstance(element, IntFormat):
-            if zero is None:
-                one = 2.0**element.fraction_bits
-                return (quotient * one).clamp_(element.low, element.high).round_().div_(one)
-            return (quotient.round_() + zero).clamp_(element.low, element.high).sub_(zero)
-        if isinstance(element, FloatFormat) and element.mantissa_bits:
-            return _to_steps(element, quotient.clamp_(element.min, element.max))
-        values, thresholds = _steps(element, x.device)
-        rank = torch.bucketize(quotient, thresholds, right=True, out_int32=True)
-        return values.index_select(0, rank.flatten()).view(x.shape)
-
-    def codes(self, rounded: Tensor, zero: Tensor | None = None) -> Tensor:
-        """The codes (uint8) of what `nearest` gives."""
-        return elements.encode(self.format.element, rounded if zero is None else rounded + zero)
-
-
-def _to_steps(element: FloatFormat, x: Tensor) -> Tensor:
-    """The nearest multiple of the step in x's own binade; a tie goes to the even multiple, which has the even code."""
-    binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
-    step = binade.clamp_(min=2.0**element.min_exponent).mul_(2.0**-element.mantissa_bits)
-    return x.div_(step).round_().mul_(step)
-
-
-@cache
-def _steps(element: ElementFormat, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An element's values in ascending order, and the float32 numbers from which each but the first is the nearest.
-
-    Each is found by asking `elements.encode` on either side of the midpoint, whose rule for ties thereby holds.
-    """
-    values = torch.tensor(array.values(element), dtype=torch.float32)
-    values = values[values.isfinite()].unique()
-    middle = ((values[:-1].double() + values[1:].double()) / 2).to(torch.float32)
-    up, down = (torch.nextafter(middle, torch.full_like(middle, side)) for side in (math.inf, -math.inf))
-    nearest = [elements.decode(element, elements.encode(element, at)) for at in (down, middle, up)]
-    thresholds = torch.where(nearest[1] == values[1:], middle, up)
-    thresholds = torch.where(nearest[0] == values[1:], down, thresholds)
-    return values.to(device), thresholds.to(device)
-
 
 class Policy(Protocol):
     """How a group's scale is chosen when its turn comes."""
@@ -173,28 +129,45 @@ def ordered(diagonal: Tensor, width: int, by_weight: bool) -> Tensor:
     return torch.cat([run[diagonal[run].argsort(descending=True, stable=True)] for run in runs])
 
 
+def errors(target: Target, columns: Tensor, upper: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[Run]:
+    """Round columns one after the other under each of C scales, run by run.
+
+    Args:
+        target: what to round to.
+        columns: float64 [K', C, N], changed: the columns of later runs take the repairs of earlier ones.
+        upper: their triangle of U, float64 [K', K'].
+        scale: float32 [C, N].
+        zero: zero points [N] or None.
+    """
+    for begin in range(0, len(columns), RUN):
+        run = slice(begin, min(begin + RUN, len(columns)))
+        found = round_columns(columns[run], upper[run, run], scale, zero, target.format.element)
+        later = columns[run.stop :]
+        if len(later):
+            later.view(len(later), -1).addmm_(upper[run, run.stop :].t(), found.view(len(found), -1), alpha=-1)
+        yield run, found
+
+
 def commit(target: Target, group: Tensor, upper: Tensor, scale: GroupScale) -> tuple[Tensor, Tensor]:
     """Round the columns of a group one after the other.
 
     Args:
         target: what to round to.
-        group: float64 [K', N], changed: every column becomes what it was when its turn came.
+        group: contiguous float64 [K', N], changed.
         upper: the group's triangle of U, float64 [K', K'].
         scale: the group's scale.
 
     Returns:
-        (codes uint8 [K', N], errors e float64 [K', N]).
+        (elements float32 [K', N], errors e float64 [K', N]).
     """
+    zero, found = target.zeros(scale), []
     rounded = torch.empty(group.shape, dtype=torch.float32, device=group.device)
-    errors, zero = torch.empty_like(group), target.zeros(scale)
-    for begin in range(0, len(group), _RUN):
-        end = min(begin + _RUN, len(group))
-        for j in range(begin, end):
-            rounded[j] = target.nearest(group[j], scale.effective, zero)
-            errors[j] = (group[j] - rounded[j] * scale.effective) / upper[j, j]
-            group[j + 1 : end].addr_(upper[j, j + 1 : end], errors[j], alpha=-1)
-        group[end:].addmm_(upper[begin:end, end:].t(), errors[begin:end], alpha=-1)
-    return target.codes(rounded, zero), errors
+    for run, e in errors(target, group[:, None], upper, scale.effective[None], zero):
+        found.append(e[:, 0])
+        value = group[run].addmm(upper[run, run].t(), found[-1], alpha=-1)
+        rounded[run] = nearest(target.format.element, value, scale.effective, zero)
+    rounded += 0.0 if zero is None else zero  # of what was rounded to zero the sign is chance: +0 for all
+    return rounded, torch.cat(found)
 
 
 def sweep(layer: Layer, target: Target, factor: Factor, policy: Policy) -> QuantTensor:
@@ -210,13 +183,14 @@ def sweep(layer: Layer, target: Target, factor: Factor, policy: Policy) -> Quant
     width = sides(target.format, (n, k))[1]
     upper = factor.upper
     free = layer.weight.detach().to(torch.float64).t()[factor.order].contiguous()
-    codes = torch.empty((k, n), dtype=torch.uint8, device=free.device)
+    rounded = torch.empty((k, n), dtype=torch.float32, device=free.device)
     chosen: dict[int, GroupScale] = {}
     for index, start, stop in groups(factor.order, width):
         group, triangle = free[start:stop], upper[start:stop, start:stop]
         chosen[index] = policy(target, group, triangle)
-        codes[factor.order[start:stop]], errors = commit(target, group, triangle, chosen[index])
-        free[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
+        rounded[factor.order[start:stop]], e = commit(target, group, triangle, chosen[index])
+        free[stop:].addmm_(upper[start:stop, stop:].t(), e, alpha=-1)
+    codes = elements.encode(target.format.element, rounded)
     return _assemble(layer, target, codes, [chosen[index] for index in sorted(chosen)])
 
 

@@ -34,9 +34,10 @@ from torch import Tensor
 from nybble.errors import BadInput, Unsupported
 from nybble.formats import array
 from nybble.formats.spec import BlockFormat
-from nybble.methods.columns import GroupScale, Target
+from nybble.methods.columns import RUN, GroupScale, Target, errors
 from nybble.methods.gptq import solved
 from nybble.methods.layer import Layer
+from nybble.ops.round_columns.reference import nearest
 from nybble.quantize import QuantTensor, elements, scales
 
 NEEDS_INPUTS = True
@@ -111,7 +112,7 @@ def _refined(target: Target, group: Tensor, s: Tensor, old: GroupScale, zero: Te
     """The proposal, float64 [N]: least squares in the metric, the elements held, `steps` times."""
     scale = old.effective.to(torch.float64)
     for _ in range(steps):
-        q = target.nearest(group, scale.to(torch.float32), zero).to(torch.float64)
+        q = nearest(target.format.element, group, scale.to(torch.float32), zero).to(torch.float64)
         sq = s @ q
         norm = (q * sq).sum(0)
         fresh = (sq * group).sum(0) / norm
@@ -156,14 +157,18 @@ def replay(target: Target, group: Tensor, upper: Tensor, effective: Tensor, zero
         effective: float32 [C, N].
         zero: zero points [N] or None.
     """
-    width, (count, n) = len(group), effective.shape
-    free = group[:, None].expand(width, count, n).clone()
-    flat = free.view(width, -1)
-    loss = torch.zeros(count, n, dtype=group.dtype, device=group.device)
-    zeros = None if zero is None else zero.expand(count, n)
-    for j in range(width):
-        value = target.nearest(free[j], effective, zeros) * effective
-        error = (free[j] - value) / upper[j, j]
-        flat[j + 1 :].addr_(upper[j, j + 1 :], error.view(-1), alpha=-1)
-        loss += error.square()
+    columns = group[:, None].expand(-1, len(effective), -1)
+    if len(columns) > RUN:  # those of later runs differ from scale to scale
+        columns = columns.clone(memory_format=torch.contiguous_format)
+    loss = torch.zeros(effective.shape, dtype=group.dtype, device=group.device)
+    for _, e in errors(target, columns, upper, effective, zero):
+        loss += _total(e.square())
     return loss
+
+
+def _total(x: Tensor) -> Tensor:
+    """The sum over the first axis in an order that does not depend on the others: equal columns have equal sums."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = torch.cat([x[:half] + x[half : 2 * half], x[2 * half :]])
+    return x[0]
