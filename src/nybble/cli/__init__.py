@@ -114,7 +114,7 @@ def _add_survey(p: _Parser) -> None:
                    help="of quality and speed; auto: on a CPU float32 for quality and the original's faster dtype for "
                         "speed, on a GPU the model's own")  # fmt: skip
     p.add_argument("--seed", type=int, default=0, help="for methods that draw numbers (default: 0)")
-    p.add_argument("-o", "--out", type=Path, default=Path(), metavar="DIR", help="folder for results (default: this one)")
+    p.add_argument("-o", "--out", type=Path, default=Path(), metavar="DIR", help="for results (default: this folder)")
     p.add_argument("--max-kl", type=_positive, help="worst KL to recommend, nats a token (default: 0.02)")
     p.add_argument("--max-bytes", type=_size, help="largest size to recommend: 120MB, 1.5GB, or bytes (default: any)")
     p.add_argument("--force", action="store_true", help="start over, replacing a survey in DIR")
