@@ -39,3 +39,10 @@ class Padded(torch.nn.Module):
         a = torch.cat([a, a[:, -1:].expand(-1, more)], 1)
         b = torch.cat([b, b[-1:].expand(more, -1)], 0)
         return a @ b
+
+
+class OneAtLeast(torch.nn.Module):
+    """No rows are taken for one."""
+
+    def forward(self, a, b):
+        return (a if a.shape[0] else a.new_zeros(1, a.shape[1])) @ b

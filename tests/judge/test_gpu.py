@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from collection import PROBLEMS, Exhibit, exhibits
-from nybble.judge import Verdict, Zygote, judge
+from nybble.judge import Limits, Verdict, Zygote, gpu, judge
 
 CHEATS, HONEST = exhibits("cheats", "cuda"), exhibits("honest", "cuda")
 PORTABLE = [e for e in exhibits("honest") if e.label == "triton_kernels.Softmax"]
+BY_LABEL = {e.label: e for e in [*CHEATS, *HONEST]}
+HEAD = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
+BAD = {
+    "takes the GPU's memory": ("        keep = []\n        while True: keep.append(a.new_empty(1 << 26))\n",
+                               "wrong", "OutOfMemoryError"),
+    "takes main memory": ("        keep = []\n        while True: keep.append(torch.zeros(1 << 24))\n",
+                          "crashed", "main memory"),
+    "answers on the CPU": ("        return (a @ b).cpu()\n", "wrong", "device cpu, expected cuda"),
+    "breaks the context": ("        i = torch.full((1,), 1 << 40, device='cuda')\n        return a.ravel()[i] + a @ b\n",
+                           "wrong", "CUDA error"),
+    "dies": ("        import os; print('last words', flush=True); os.abort()\n", "crashed", "last words"),
+}  # fmt: skip
+PERSISTING, WINDOW, KEPT = 6, 1, 16 << 20
 
 pytestmark = pytest.mark.gpu
+
+
+class AccessPolicy(ctypes.Structure):
+    """CUstreamAttrValue with an access policy window in it."""
+
+    _fields_ = (
+        ("start", ctypes.c_void_p), ("size", ctypes.c_size_t), ("share", ctypes.c_float),
+        ("hit", ctypes.c_int), ("miss", ctypes.c_int), ("rest", ctypes.c_byte * 32),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -21,45 +47,79 @@ def on_gpu() -> Iterator[Callable[..., Verdict]]:
     """Judges on the device."""
     zygote = Zygote("cuda")
 
-    def run(exhibit: Exhibit, **options: object) -> Verdict:
+    def run(problem: Path, candidate: str, **options: object) -> Verdict:
         options = {"seed": 5, "rounds": 4, **options}
-        return judge(str(exhibit.problem), exhibit.spec, device="cuda", zygote=zygote, **options)  # type: ignore[arg-type]
+        verdict = judge(str(problem), candidate, device="cuda", zygote=zygote, **options)  # type: ignore[arg-type]
+        print(verdict.text())
+        return verdict
 
     yield run
     zygote.close()
 
 
-@pytest.mark.parametrize("cheat", CHEATS, ids=lambda e: e.label)
-def test_a_cheat_is_caught(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
-    verdict = on_gpu(cheat, stop=True)
-    print(verdict.text())
-    assert verdict.status in ("wrong", "cheating", "invalid measurement"), verdict.text()
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer on the PATH")
+def test_compute_sanitizer_sees_a_read_past_the_end(on_gpu: Callable[..., Verdict]) -> None:
+    cheat = BY_LABEL["k14_bounds_cuda.OverRead"]
+    verdict = on_gpu(cheat.problem, cheat.spec, checks=["sanitizer"])
+    assert verdict.status == "wrong", verdict.text()
+
+
+def test_the_baselines_run(on_gpu: Callable[..., Verdict]) -> None:
+    kernel, names = BY_LABEL["cuda_kernels.Sums"], ["eager", "compile", "graph"]
+    verdict = on_gpu(kernel.problem, kernel.spec, baselines=names, checks=["as_given", "timed"])
+    assert set(verdict.ratios) == set(names), verdict.text()
 
 
 @pytest.mark.parametrize("kernel", [*HONEST, *PORTABLE], ids=lambda e: e.label)
 def test_an_honest_kernel_is_let_through(kernel: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
-    verdict = on_gpu(kernel)
-    print(verdict.text())
+    verdict = on_gpu(kernel.problem, kernel.spec)
     assert verdict.correct, verdict.text()
     assert verdict.roofline is not None
     assert verdict.roofline < 1.1
 
 
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda e: e.label)
+def test_a_cheat_is_caught(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
+    verdict = on_gpu(cheat.problem, cheat.spec, stop=True)
+    assert verdict.status in ("wrong", "cheating", "invalid measurement"), verdict.text()
+    assert not verdict.speeds
+
+
 @pytest.mark.parametrize("cheat", [e for e in CHEATS if e.kind == 1], ids=lambda e: e.label)
 def test_timing_alone_sees_another_stream(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
-    assert not on_gpu(cheat, checks=["timed"]).correct
+    assert not on_gpu(cheat.problem, cheat.spec, checks=["timed"]).correct
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer on the PATH")
-def test_compute_sanitizer_sees_a_read_past_the_end(on_gpu: Callable[..., Verdict]) -> None:
-    verdict = on_gpu(next(e for e in CHEATS if e.label == "k14_bounds_cuda.OverRead"), checks=["sanitizer"])
-    print(verdict.text())
-    assert verdict.status == "wrong", verdict.text()
+@pytest.mark.parametrize("name", BAD)
+def test_a_verdict_with_a_reason(name: str, on_gpu: Callable[..., Verdict], tmp_path: Path) -> None:
+    source, status, reason = BAD[name]
+    (tmp_path / "candidate.py").write_text(HEAD + source)
+    limits = Limits(seconds=10.0, start_seconds=20.0, memory=1 << 30, device_memory=2 << 30)
+    verdict = on_gpu(PROBLEMS / "matmul.py", f"{tmp_path}/candidate.py", limits=limits, stop=True)
+    assert verdict.status == status, verdict.text()
+    assert reason in verdict.text()
 
 
-def test_the_baselines_run(on_gpu: Callable[..., Verdict]) -> None:
-    kernel = next(e for e in HONEST if e.label == "cuda_kernels.Sums")
-    verdict = on_gpu(kernel, baselines=["eager", "compile"], checks=["as_given", "timed"])
-    print(verdict.text())
-    assert set(verdict.ratios) == {"eager", "compile"}, verdict.text()
-    assert (PROBLEMS / "row_sums_gpu.py").is_file()
+def test_lines_that_a_kernel_keeps_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that keeps its input in the cache gains where kept lines are not given up, and not in the judge."""
+    x, y = torch.randn(KEPT // 4, device="cuda"), torch.zeros((), device="cuda")
+    driver, stream = ctypes.CDLL("libcuda.so.1"), torch.cuda.Stream()
+
+    def time() -> float:
+        with torch.cuda.stream(stream):
+            times, _ = gpu.measure(lambda slot: torch.sum(x, 0, out=y), ["x"] * 40)
+        return statistics.median(times["device"])
+
+    plain = time()
+    window = AccessPolicy(x.data_ptr(), KEPT, 1.0, 2, 1)
+    assert driver.cuCtxSetLimit(PERSISTING, ctypes.c_size_t(KEPT)) == 0
+    try:
+        assert driver.cuStreamSetAttribute(ctypes.c_void_p(stream.cuda_stream), WINDOW, ctypes.byref(window)) == 0
+        judged = time()
+        monkeypatch.setattr(gpu, "give_up_kept_lines", lambda: None)
+        kept = time()
+    finally:
+        driver.cuCtxSetLimit(PERSISTING, ctypes.c_size_t(0))
+    print(f"16 MB summed, us: {1e3 * plain:.2f} plain, {1e3 * judged:.2f} judged, {1e3 * kept:.2f} with lines kept")
+    assert kept < 0.95 * plain
+    assert judged > 0.95 * plain

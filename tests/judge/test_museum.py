@@ -27,6 +27,7 @@ ALONE = {
     "values": "k10_dead_branch.Copy",
     "exact": "k11_precision.OneLost",
     "sensitivity": "k10_dead_term.Line",
+    "holes": "k10_gives_up.Zeros",
     "fresh": "k06_cache.Version",
     "weights": "k16_in_advance.Folded",
     "shapes": "k12_shape.Padded",

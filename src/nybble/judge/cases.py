@@ -144,6 +144,34 @@ def shapes(problem: Problem, seed: int, most: int = 6) -> Iterator[Case]:
                 yield case
 
 
+def no_rows(problem: Problem, seed: int) -> Case | None:
+    """The first axis of the first input of size 0, with every axis that has its size; None without such an axis."""
+    base = problem.inputs(seed_of(seed, "no rows"))
+    rows = next((v.shape[0] for v in base if isinstance(v, Tensor) and v.ndim and v.shape[0] > 0), None)
+    g = torch.Generator().manual_seed(0)
+    return None if rows is None else Case(f"size {rows} → 0", [_resized(v, rows, 0, g) for v in base])
+
+
+def holed(problem: Problem, seed: int) -> Iterator[Case]:
+    """One element of an input NaN, infinite, minus infinite; the places that it reaches are left out."""
+    base = problem.inputs(seed_of(seed, "holed"))
+    for number, value in enumerate(base):
+        if not _floating(value) or structured(value):
+            continue
+        g = torch.Generator().manual_seed(seed_of(seed, f"hole {number}"))
+        at, top = int(torch.randint(value.numel(), (1,), generator=g)), 8.0 * float(value.abs().max())
+        with_one = lambda x: [_replaced(v, at, x) if i == number else v for i, v in enumerate(base)]  # noqa: E731, B023
+        apart = tuple(with_one(x) for x in (float(value.reshape(-1)[at]), top, -top))
+        for special in ("nan", "inf", "-inf"):
+            yield Case(f"one element of input {number} {special}", with_one(float(special)), apart=apart)
+
+
+def _replaced(value: Tensor, at: int, new: float) -> Tensor:
+    other = value.clone().contiguous()
+    other.view(-1)[at] = new
+    return other
+
+
 def _resized(v: Any, old: int, new: int, g: Generator) -> Any:
     if not isinstance(v, Tensor):
         return v

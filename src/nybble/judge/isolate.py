@@ -55,7 +55,9 @@ class Limits:
     Attributes:
         seconds: for one answer.
         start_seconds: for its import, its construction and its first call, where compilers run.
-        memory: bytes of address space beyond what torch has at the start; on a GPU it is not limited.
+        memory: bytes beyond what torch has at the start: of address space, which the kernel refuses; with a GPU, whose
+            driver reserves terabytes of addresses, of main memory in use, watched from here.
+        device_memory: bytes of a GPU's memory, which torch's pool refuses.
         written: bytes in any one file it writes.
         printed: bytes it may print.
         processes: how many children it may have at once.
@@ -64,6 +66,7 @@ class Limits:
     seconds: float = 60.0
     start_seconds: float = 120.0
     memory: int = 8 << 30
+    device_memory: int = 32 << 30
     written: int = 1 << 30
     printed: int = 16 << 20
     processes: int = 64
@@ -147,7 +150,8 @@ def environment(device: str, threads: int) -> dict[str, str]:
     kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     kept |= {"PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]), "OMP_WAIT_POLICY": "passive",
-             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}  # fmt: skip
+             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1",
+             "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}  # fmt: skip
     if device == "cpu":  # tcache would hand out small blocks unpoisoned
         kept |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
     return kept
@@ -176,6 +180,7 @@ class Candidate:
         event_read, event_write = os.pipe()
         request = {"folder": os.path.realpath(self._folder.name), "own": self.own, "device": self.zygote.device,
                    "memory": self.limits.memory if self.zygote.device == "cpu" else None,
+                   "device_memory": self.limits.device_memory,
                    "seconds": int(10 * self.limits.start_seconds), "written": self.limits.written,
                    "known": _known_folders()}  # fmt: skip
         self.pid = self.zygote.fork(request, [theirs.fileno(), out_write, event_write])
@@ -247,6 +252,8 @@ class Candidate:
                 raise TimeoutError
             if not ready and len(self.children()) > self.limits.processes:
                 raise Ended("crashed", f"started more than {self.limits.processes} processes")
+            if not ready and self.zygote.device != "cpu" and self._resident() > self.limits.memory:
+                raise Ended("crashed", f"uses more than {self.limits.memory >> 20} MiB of main memory")
             if ready:
                 time.sleep(0.001)  # a pipe that is at its end is always ready
 
@@ -281,6 +288,11 @@ class Candidate:
                 "crashed", f"killed by {name} during {do!r}" if name != "SIGKILL" else f"gone during {do!r}: {error}"
             )
         return Ended("crashed", f"ended its process with exit code {code} during {do!r}")
+
+    def _resident(self) -> int:
+        """Bytes of main memory in use, without what it shares with files, GPU and relatives."""
+        pages = (_read(f"/proc/{pid}/statm").split()[1:3] for pid in [self.pid, *self.children()])
+        return sum((int(p[0]) - int(p[1])) * os.sysconf("SC_PAGE_SIZE") for p in pages if len(p) == 2)
 
     def children(self) -> list[int]:
         """Processes that the candidate started and that still run, also those that left it."""

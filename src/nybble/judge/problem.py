@@ -17,7 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,14 +35,16 @@ _HEADROOM = 1024.0
 
 @dataclass(frozen=True)
 class Case:
-    """One question: inputs, weights (None: as constructed), whether integers make equality the measure, and by what
-    factor the budget is wider, where inputs are large."""
+    """One question: inputs, weights (None: as constructed), whether integers make equality the measure, by what factor
+    the budget is wider, where inputs are large, and other inputs that say where not to look: at results that differ
+    between them."""
 
     label: str
     inputs: list[Any]
     state: State | None = None
     exact: bool = False
     wider: float = 1.0
+    apart: tuple[list[Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,24 @@ class Problem:
             upcast = True
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             wide, shaken, upcast = native, native, False
-        honest, exact = _sequence(native), _sequence(wide)
-        if not all(isinstance(v, Tensor) and _finite(v) for v in [*honest, *exact]):
+        results = list(zip(_sequence(wide), _sequence(native), _sequence(shaken), strict=True))
+        if not all(isinstance(v, Tensor) for row in results for v in row):
             return None
-        triples = zip(exact, honest, _sequence(shaken), strict=True)
-        budgets = [budget(r, h, s, upcast, case.exact, case.wider) for r, h, s in triples]
+        holes = self._reached(case, upcast)
+        if holes:
+            results = [tuple(v.masked_fill(h, 0) for v in row) for row, h in zip(results, holes, strict=True)]
+        if not all(_finite(v) for row in results for v in row[:2]):
+            return None
+        budgets = [budget(*row, upcast, case.exact, case.wider) for row in results]
+        if holes:
+            budgets = [replace(b, holes=h) for b, h in zip(budgets, holes, strict=True)]
         touched = frozenset(i for i, v in enumerate(given) if isinstance(v, Tensor) and not same(v, case.inputs[i]))
         return Expected(budgets, given, held, isinstance(native, list | tuple), touched)
+
+    def _reached(self, case: Case, upcast: bool) -> list[Tensor]:
+        """For each output the places where it differs between the case's `apart` inputs."""
+        runs = [_sequence(self._run(replace(case, inputs=inputs), upcast)[0]) for inputs in case.apart]
+        return [torch.stack([v != rest[0] for v in rest]).any(0) for rest in zip(*runs, strict=True)]
 
     def once(self, case: Case) -> Any:
         """The framework's own result in the problem's precision."""
@@ -155,7 +168,7 @@ class Problem:
             result = model(*given)
         held = dict(model.state_dict()) if isinstance(model, torch.nn.Module) else {}
         back = [v.cpu() if isinstance(v, Tensor) else v for v in given]
-        result = [_home(v) for v in result] if isinstance(result, list | tuple) else _home(result)
+        result = [_bare(v) for v in result] if isinstance(result, list | tuple) else _bare(result)
         return result, back, {k: v.cpu() for k, v in held.items()}
 
 
@@ -164,8 +177,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and to_bytes(a) == to_bytes(b)
 
 
-def _home(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _sequence(value: Any) -> list[Any]:

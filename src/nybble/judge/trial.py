@@ -84,12 +84,12 @@ class Trial:
             names = ", ".join(str(n) for n in answer.get("names", [])) or "nothing"
             raise Refused(Finding("load", "crashed", f"the candidate has no {self.name!r}; it defines {names}"))
 
-    def build(self, compiled: str = "") -> None:
+    def build(self, how: str = "eager") -> None:
         """Construct it and give it the reference's weights."""
         blobs: list[bytes | memoryview] = []
         answer, _ = self.candidate.ask(
             "build", blobs, init=wire.pack(self.problem.init, blobs), seed=seed_of(self.seed, "init"),
-            function=self.problem.function, compile=compiled, seconds=self.candidate.limits.start_seconds,
+            function=self.problem.function, how=how, seconds=self.candidate.limits.start_seconds,
         )  # fmt: skip
         self.counterparts = _match(self.problem.state, answer["parameters"])
         lost = [name for name in self.problem.state if name not in self.counterparts and self.problem.state[name].ndim]

@@ -40,7 +40,9 @@ _WATCHED: list[tuple[Any, str]] = [
     (torch, "matmul"), (torch, "relu"), (torch, "softmax"),
     (torch.nn.functional, "linear"), (torch.nn.functional, "relu"), (torch.nn.functional, "softmax"),
     (torch, "rand"), (torch, "randn"), (torch.testing, "assert_close"), (torch.cuda, "synchronize"),
-    (torch.cuda, "Event"), (torch.cuda, "Stream"), (torch.cuda, "current_stream"), (torch.Tensor, "allclose"),
+    (torch.cuda, "Event"), (torch.cuda.Event, "elapsed_time"), (torch.cuda.Event, "record"),
+    (torch.cuda.Event, "synchronize"), (torch.cuda, "Stream"), (torch.cuda, "current_stream"),
+    (torch.Tensor, "allclose"),
     (torch.Tensor, "equal"), (torch.Tensor, "__eq__"), (torch.Tensor, "cpu"), (torch.Tensor, "double"),
     (torch.Tensor, "to"), (torch.Tensor, "__torch_function__"), (torch.nn.Module, "__call__"),
     (torch.nn.Module, "load_state_dict"), (torch.Generator, "manual_seed"), (wire, "send"), (wire, "receive"),
@@ -135,9 +137,8 @@ class Worker:
         self.factory: Any = None
         self.model: Any = None
         self.call_it: Callable[..., Any] | None = None
-        if device != "cpu":
-            torch.zeros(1, device=device)
-        self.watched = [*_WATCHED, *((Worker, name) for name in vars(Worker))]
+        wake(device)
+        self.watched = [*_WATCHED, *((owner, name) for owner in (Worker, gpu) for name in vars(owner))]
         self.before = {(id(owner), name): getattr(owner, name) for owner, name in self.watched}
         self.switches = flags()
 
@@ -157,15 +158,20 @@ class Worker:
         self.factory = getattr(module, name)
         return {}, []
 
-    def build(self, init: Any, blobs: list[bytearray], seed: int, function: bool, compile: str = "") -> Any:
-        """Make the model from its arguments, or take the function as it is; `compile` is a mode of torch.compile."""
+    def build(self, init: Any, blobs: list[bytearray], seed: int, function: bool, how: str = "eager") -> Any:
+        """Make the model from its arguments, or take the function as it is; `how` is one of timing.BASELINES."""
         self.slots.clear()
         self.outputs, self.snapshots = [], []
         torch.manual_seed(seed)
         model = self.factory if function else self.factory(*wire.unpack(init, blobs, from_judge=True))
         self.model = model.to(self.device).eval() if isinstance(model, torch.nn.Module) else model
-        self.call_it = torch.compile(self.model, mode=compile) if compile else self.model
+        self.call_it = self._wrapped(how)
         return {"parameters": [[k, list(v.shape), str(v.dtype)] for k, v in self._state().items()]}, []
+
+    def _wrapped(self, how: str) -> Any:
+        if how == "compile":
+            return torch.compile(self.model, mode="default" if self.device == "cpu" else "max-autotune-no-cudagraphs")
+        return gpu.Replayed(self.model) if how == "graph" else self.model
 
     def _state(self) -> dict[str, Tensor]:
         return self.model.state_dict() if isinstance(self.model, torch.nn.Module) else {}
@@ -198,7 +204,7 @@ class Worker:
         self.snapshots = []
         self.outputs = [self._run(slot) for slot in slots]
         if self.device != "cpu":
-            torch._C._cuda_synchronize()
+            gpu.synchronize()
         return {}, []
 
     def shared(self) -> Any:
@@ -285,6 +291,16 @@ def _facts(value: Any, inputs: list[tuple[int, int]]) -> dict[str, Any]:
         "empty": math.prod(value.shape) == 0, "null": at == 0,
         "input": any(low <= at < high for low, high in inputs),
     }  # fmt: skip
+
+
+def wake(device: str, memory: int | None = None) -> None:
+    """Start a GPU's driver in this process; torch's pool may then take that many bytes of the GPU's memory."""
+    if device == "cpu":
+        return
+    torch.zeros(1, device=device)
+    if memory is not None:
+        share = memory / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), torch.device(device))
 
 
 def serve(channel: socket.socket, device: str, fence: int = _FENCE) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import array
 import ctypes
+import faulthandler
 import json
 import os
 import signal
 import socket
 import sys
 import tempfile
+import traceback
 from typing import Any
 
 _SUBREAPER, _DIE_WITH_PARENT = 36, 1
@@ -27,8 +29,11 @@ def main() -> None:
 
     from nybble.judge import worker
 
-    with worker.Listen():  # its first use imports for a second: better here than in every child
-        torch.zeros(1)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        # Its first use imports for a second: better here than in every child. With a GPU in sight some of these
+        # imports count devices, and after that torch refuses CUDA to every fork.
+        with worker.Listen():
+            torch.zeros(1)
     libc = ctypes.CDLL(None)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -100,12 +105,18 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         sys.path.insert(0, request["own"])
         sys.argv[:] = ["candidate"]
         sys.dont_write_bytecode = True
+        faulthandler.enable()  # what kills the process leaves its stack in what was printed
+        worker.wake(request["device"], request["device_memory"])  # the driver starts before it is fenced in
         guard.limit(request["memory"], request["seconds"], request["written"])
         guard.forbid_writes([folder, "/dev"])
         guard.record_opens(events, [*request["known"], folder])
         worker.serve(socket.socket(fileno=channel), request["device"])
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 

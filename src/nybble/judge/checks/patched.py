@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nybble.judge import cases
 from nybble.judge.trial import Trial
 from nybble.judge.verdict import Finding
 
 KINDS = (4, 18)
+_CALLS = 4  # that a replacement may wait for, where no other check has called
 
 
 def run(trial: Trial) -> Iterator[Finding]:
-    """Compare identities taken before the import with those of now."""
+    """A few calls, then compare identities taken before the import with those of now."""
+    for i in range(_CALLS):
+        trial.answer(cases.given(trial.problem, trial.seed, f"patched {i}"))
     answer, _ = trial.candidate.ask("patched")
     if answer["names"]:
         yield Finding("patched", "cheating", f"replaced: {', '.join(map(str, answer['names']))}")
