@@ -28,6 +28,11 @@ def values(w: Weight) -> Tensor:
     return w.dequantize(torch.float32) if isinstance(w, QuantTensor) else w
 
 
+def rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def check(name: str, x: Tensor, w: Weight, bias: Tensor | None) -> None:
     """Refuse what no implementation could serve, with the values seen."""
     if len(w.shape) != 2:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from nybble.formats.table import BF16, FP16, FP32
+from nybble.ops import _promised_linear as shared
 from nybble.ops._declare import Implementation
-from nybble.ops._promised_linear import Weight, values
 from nybble.ops.linear_exact.reference import CHAINS, RUN, chains, finish, fma
 
-_OUTPUTS, _TOKENS = 512, 16  # of a block whose sums stay in a core's cache
+_OUTPUTS, _MANY_OUTPUTS, _TOKENS = 512, 2048, 16  # of a block whose sums stay in a core's cache
 _EXACT_IN_FLOAT64 = 28
 _BITS = {torch.bfloat16: BF16.mantissa_bits + 1, torch.float16: FP16.mantissa_bits + 1}
 _INTEGER = {2: torch.int16, 4: torch.int32}
@@ -83,34 +83,38 @@ def _step(x: Tensor, w: Tensor) -> Step:
     return _float64 if significant_bits(x) + significant_bits(w) <= _EXACT_IN_FLOAT64 else _odd
 
 
-def _turned(w: Tensor) -> Tensor:
-    """[N, K] -> [turns, run, chains, N] float32: transposed in its own dtype, which is what torch does fast."""
+def _turned(w: Tensor) -> list[Tensor]:
+    """[N, K] -> for each turn [run, chains, N] in float32: transposed in its own dtype, which is what torch does fast."""
     n, k = w.shape
-    turns = -(-k // (RUN * CHAINS))
-    wide = w.new_zeros((turns * RUN * CHAINS, n), dtype=torch.float32)
+    wide = torch.empty((-(-k // RUN) * RUN, n))
     wide[:k] = w.t().contiguous()
-    return wide.view(turns, CHAINS, RUN, n).transpose(1, 2)
+    wide[k:] = 0
+    return [turn.view(-1, RUN, n).transpose(0, 1) for turn in wide.split(RUN * CHAINS)]
 
 
-def _run(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), values(w).contiguous()
+def _run(x: Tensor, w: shared.Weight, bias: Tensor | None) -> Tensor:
+    rows, weight = shared.rows(x).contiguous(), shared.values(w).contiguous()
     n = weight.shape[0]
-    if not rows.numel() or not n:
-        return finish((torch.zeros((len(rows), n)),), bias, x)
-    step = _step(rows, weight)
-    a = chains(rows.to(torch.float32)).permute(1, 3, 0, 2)[..., None].contiguous()
     y = torch.empty((len(rows), n), dtype=x.dtype)
-    for first in range(0, n, _OUTPUTS):
-        out = slice(first, first + _OUTPUTS)
-        b = _turned(weight[out])
+    a = chains(rows.to(torch.float32)).permute(1, 3, 0, 2)[..., None].contiguous()
+    outputs = _OUTPUTS if len(rows) >= _TOKENS // 4 else _MANY_OUTPUTS
+    for first in range(0, n if len(rows) else 0, outputs):
+        out = slice(first, first + outputs)
+        b, step = _turned(weight[out]), _step(rows, weight[out])
         for token in range(0, len(rows), _TOKENS):
             part = slice(token, token + _TOKENS)
-            sums = torch.zeros((len(rows[part]), CHAINS, b.shape[-1]))
-            for turn in range(len(a)):
-                for column in range(RUN):
-                    step(a[turn, column, part], b[turn, column], sums)
+            sums = torch.zeros((len(rows[part]), CHAINS, len(weight[out])))
+            _add_up(sums, a[:, :, part], b, step)
             y[part, out] = finish(sums.unbind(1), None if bias is None else bias[out], rows[part])
     return y.view(*x.shape[:-1], n)
+
+
+def _add_up(sums: Tensor, a: Tensor, b: list[Tensor], step: Step) -> None:
+    """sums [tokens, chains, outputs] += the products, each chain's in its order."""
+    for turn, weights in enumerate(b):
+        some = weights.shape[1]  # in the last turn not every chain has columns
+        for column in range(RUN):
+            step(a[turn, column, :, :some], weights[column], sums[:, :some])
 
 
 IMPLEMENTATIONS = (Implementation("linear_exact_cpu", _run, lambda *args: None, native=True),)

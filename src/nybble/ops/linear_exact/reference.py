@@ -18,17 +18,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nybble.ops._promised_linear import Weight, values
+from nybble.ops import _promised_linear as shared
 
 RUN, CHAINS = 8, 32
 SPAN = RUN * CHAINS
 """Columns after which the first chain's turn comes again."""
 
 
-def linear_exact_reference(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_exact_reference(x: Tensor, w: shared.Weight, bias: Tensor | None = None) -> Tensor:
     """[..., K] x [N, K] -> [..., N] in x.dtype; arguments as for nybble.ops.linear_exact."""
-    wide = values(w).to(torch.float32)
-    a, b = chains(x.reshape(-1, x.shape[-1]).to(torch.float32)), chains(wide)
+    wide = shared.values(w).to(torch.float32)
+    a, b = chains(shared.rows(x).to(torch.float32)), chains(wide)
     sums = torch.zeros((a.shape[0], b.shape[0], CHAINS), dtype=torch.float32, device=x.device)
     for turn in range(a.shape[1]):
         for column in range(RUN):

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nybble.ops import _promised_linear as shared
 from nybble.ops._declare import Implementation
-from nybble.ops._promised_linear import Weight, values
 
 
-def _run(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    weight = values(w)
+def _run(x: Tensor, w: shared.Weight, bias: Tensor | None) -> Tensor:
+    weight = shared.values(w)
     given = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
     # torch's float16 sums are not float32 everywhere.
     dtype = x.dtype if len(given) == 1 and x.dtype != torch.float16 else torch.float32
-    rows, weight, shift = x.reshape(-1, x.shape[-1]), weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows, weight, shift = shared.rows(x), weight.to(dtype), None if bias is None else bias.to(dtype)
     y = x.new_empty((len(rows), weight.shape[0]))
     with torch.autocast("cpu", enabled=False):
         for number, row in enumerate(rows):
