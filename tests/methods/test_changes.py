@@ -170,6 +170,20 @@ def test_a_rotation_keeps_lengths_and_is_shared_while_its_input_lives(size: int)
     assert torch.equal(twin(x), rotation(x))
 
 
+def test_a_rotation_in_inference_mode_serves_training_afterwards() -> None:
+    hadamard.unit.cache_clear()
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    rotation = hadamard.Rotation(96, seed=3)
+    with torch.inference_mode():
+        inside = x.clone()
+        y = rotation(inside)
+        inside += 1
+        assert not torch.equal(rotation(inside), y)
+    z = rotation(x.requires_grad_())
+    z.sum().backward()
+    assert torch.equal(z, y)
+
+
 @pytest.mark.parametrize(
     "config", [hadamard.Config(), hadamard.Config(fold=True), hadamard.Config(fold=True, online=False)]
 )

@@ -94,13 +94,15 @@ class Rotation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., K] in x.dtype; computed in float32, in float64 for float64."""
-        if self._last is not None and self._last[0]() is x and self._last[1] == x._version:
+        # What was made in inference mode counts no changes, so that it cannot be told to be the same.
+        tracked = not (torch.compiler.is_compiling() or x.is_inference())
+        if tracked and self._last is not None and self._last[0]() is x and self._last[1] == x._version:
             return self._last[2]
         wide = x if x.dtype == torch.float64 else x.to(torch.float32)
         blocks = (wide * self.signs).unflatten(-1, (-1, self._outer, self._inner))
-        mixed = torch.einsum("...oi,op,iq->...pq", blocks, _unit(self._outer, wide), _unit(self._inner, wide))
-        y = mixed.flatten(-3).to(x.dtype)
-        self._last = (weakref.ref(x, self._forget), x._version, y) if not torch.compiler.is_compiling() else None
+        outer, inner = (unit(order, wide.device, wide.dtype) for order in (self._outer, self._inner))
+        y = torch.einsum("...oi,op,iq->...pq", blocks, outer, inner).flatten(-3).to(x.dtype)
+        self._last = (weakref.ref(x, self._forget), x._version, y) if tracked else None
         return y
 
     def _forget(self, _: object) -> None:
@@ -118,8 +120,11 @@ class Rotation(nn.Module):
         return f"{self.size}"
 
 
-def _unit(order: int, like: Tensor) -> Tensor:
-    return (matrix(order) / order**0.5).to(like.device, like.dtype)
+@cache
+def unit(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The orthogonal matrix of an order, [order, order]; kept, and of use in training whoever asked first."""
+    with torch.inference_mode(False):
+        return (matrix(order) / order**0.5).to(device, dtype)
 
 
 def factors(size: int) -> tuple[int, int]:
