@@ -35,7 +35,35 @@ KERNELS = {
          "SMALLEST": 1.0, "MAGIC": 12582912.0},
     ),
 }  # fmt: skip
+PRODUCER = "nybble.ops.quantize_rows.triton:_quantize_rows_kernel"
 TARGETS = (80, 90, 100, 120)
+
+
+def producer(name: str, prologue: int, hadamard: int, cut: tuple[int, int, int]) -> tuple[dict, dict]:
+    """Signature and constants of an instance of the producers' kernel."""
+    from nybble.formats import table
+    from nybble.ops.quantize_rows.triton_codes import facts
+    from nybble.quantize.scales import MAX_ENCODE
+
+    fmt = table.block(name)
+    pointers = dict.fromkeys(("x", "residual", "gain", "h"), "*bf16")
+    pointers |= {"codes": "*u8", "tensor": "*fp32", "tensor_amax": "*fp32"}
+    pointers["scale"] = {"fp32": "*fp32", "bf16": "*i16"}.get(fmt.scale.name, "*u8")
+    sizes = ("x_stride", "residual_stride", "columns", "code_bytes", "scale_columns", "chunks")
+    pieces = dict(zip(("P0", "P1", "P2"), cut, strict=True))
+    constants = {"PROLOGUE": prologue, "RESIDUAL": prologue == 1, "HADAMARD": hadamard, "NATIVE": False,
+                 "MOST": MAX_ENCODE, **pieces, **facts(fmt)}  # fmt: skip
+    return {**pointers, **dict.fromkeys(sizes, "i32"), "eps": "fp32"}, constants
+
+
+KERNELS[PRODUCER] = producer("int8_token", 1, 32, (1024, 512, 128))
+PRODUCERS = [
+    producer("fp8_token", 0, 0, (1024, 0, 0)),
+    producer("fp8_g128", 2, 128, (512, 0, 0)),
+    producer("int4_g128", 0, 0, (512, 0, 0)),
+    producer("nvfp4", 1, 16, (1024, 128, 0)),
+    producer("mxfp4", 2, 0, (512, 0, 0)),
+]  # one instance a way to scale and to code
 
 # A process of its own, since here the kernels are interpreted functions.
 PROGRAM = """
@@ -44,7 +72,7 @@ from importlib import import_module
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-for name, (signature, constants) in json.loads(sys.argv[1]).items():
+for name, (signature, constants) in json.loads(sys.argv[1]):
     module, kernel = name.split(":")
     fn = getattr(import_module(module), kernel)
     signature = {arg: signature.get(arg, "constexpr") for arg in fn.arg_names}
@@ -63,7 +91,8 @@ def test_every_kernel_is_listed() -> None:
     found = set()
     for path in (house.SRC / "ops").rglob("*.py"):
         module = ".".join(path.relative_to(house.SRC.parent).with_suffix("").parts)
-        found |= {f"{module}:{name}" for name in re.findall(r"@triton\.jit\s+def (\w+)", path.read_text())}
+        kernels = re.findall(r"@triton\.jit\s+def (\w+_kernel)", path.read_text())  # others are parts of kernels
+        found |= {f"{module}:{name}" for name in kernels}
     assert found == set(KERNELS)
 
 
@@ -71,7 +100,8 @@ def test_every_kernel_is_listed() -> None:
 def test_compiles(target: int, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached cubin would hide a break
-    command = [sys.executable, "-c", PROGRAM, json.dumps(KERNELS), json.dumps([target])]
+    instances = [*KERNELS.items(), *((PRODUCER, instance) for instance in PRODUCERS)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(instances), json.dumps([target])]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert len(run.stdout.splitlines()) == len(KERNELS)
+    assert len(run.stdout.splitlines()) == len(instances)

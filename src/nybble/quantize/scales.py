@@ -40,7 +40,7 @@ from nybble.quantize.blocks import per_block
 
 FOUR_OVER_SIX_TARGET = 256.0  # arXiv 2512.02010: leaves room for a block scale 1.5 times larger in E4M3
 CT_ROUND_UP_FROM = 1.75  # compressed-tensors: the mantissa of amax from which the power of two goes up
-_MAX_ENCODE = 2.0**126  # keeps both a tensor's encode factor and its reciprocal normal float32 numbers
+MAX_ENCODE = 2.0**126  # keeps both a tensor's encode factor and its reciprocal normal float32 numbers
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def tensor_scale(name: str, fmt: BlockFormat, a: Tensor) -> TensorScale | None:
         encode = torch.full_like(a, fmt.element.max)
     else:
         target = FOUR_OVER_SIX_TARGET if name == "four_over_six" else fmt.target
-        encode = torch.where(a == 0, 1.0, (torch.full_like(a, target * fmt.element.max) / a).clamp(max=_MAX_ENCODE))
+        encode = torch.where(a == 0, 1.0, (torch.full_like(a, target * fmt.element.max) / a).clamp(max=MAX_ENCODE))
     return TensorScale(encode, 1 / encode)
 
 

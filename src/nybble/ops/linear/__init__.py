@@ -25,6 +25,7 @@ from nybble.formats.spec import BlockFormat
 from nybble.ops._choose import choose
 from nybble.ops._declare import Agreement, Cost, Implementation, Op
 from nybble.ops.linear.reference import linear_reference, round_activation
+from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor, layouts, quantize
 
 
@@ -103,11 +104,19 @@ def _(x: Tensor, codes: Tensor, scale: Tensor, tensor_scale: Any, zero_point: An
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
+def _rounded(x: Tensor, activation: BlockFormat | None, amax: Tensor | None) -> Tensor:
+    """`round_activation`, by the one-pass producer where a token's scales are its own."""
+    if activation is None or activation.block[0] != 1:
+        return round_activation(x, activation, amax)
+    q = quantize_rows(x.reshape(-1, x.shape[-1]), activation, tensor_amax=amax)
+    return q.dequantize(torch.float32).view(x.shape)
+
+
 def _emulated(
     x: Tensor, w: QuantTensor, bias: Tensor | None, activation: BlockFormat | None, activation_amax: Tensor | None
 ) -> Tensor:
     """Dequantize to float32, multiply there, round once: exact but for the float32 sum, and slow."""
-    a = round_activation(x, activation, activation_amax).to(torch.float32).contiguous()
+    a = _rounded(x, activation, activation_amax).to(torch.float32).contiguous()
     y = torch.nn.functional.linear(a, w.dequantize(torch.float32), None if bias is None else bias.to(torch.float32))
     return y.to(x.dtype)
 

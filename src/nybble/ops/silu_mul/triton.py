@@ -13,15 +13,21 @@ _BLOCK = 1024
 
 
 @triton.jit
+def gated(gate, up):
+    """silu(gate) * up, each rounded to their dtype; float32 between."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    return (silu * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(x, y, columns, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     gate = tl.load(x + row * 2 * columns + at, inside, 0.0)
     up = tl.load(x + row * 2 * columns + columns + at, inside, 0.0)
-    wide = gate.to(tl.float32)
-    gated = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(y + row * columns + at, (gated * up.to(tl.float32)).to(gate.dtype), inside)
+    tl.store(y + row * columns + at, gated(gate, up), inside)
 
 
 def _triton(x: Tensor) -> Tensor:

@@ -1,0 +1,148 @@
+"""The pieces of a quantizing kernel, in Triton: a block's scale, the quotient, the element's code.
+
+Each equals quantize/ bit for bit. A format's numbers come in as compile-time constants that `facts` takes from its row.
+No product is written next to a sum that a compiler could fuse with it, unless the product is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nybble.errors import Unsupported
+from nybble.formats import exact
+from nybble.formats.spec import BlockFormat, FloatFormat, IntFormat
+from nybble.formats.table import FP32
+from nybble.quantize.scales import exponent_of
+
+_MANTISSA = tl.constexpr(FP32.mantissa_bits)
+_BIAS = tl.constexpr(FP32.bias)
+_INFINITY = tl.constexpr(((1 << FP32.exponent_bits) - 1) << FP32.mantissa_bits)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_ONE, _TWO = tl.constexpr(1), tl.constexpr(2.0)  # as constants, so that the interpreter combines them with others
+_TO_WHOLE = tl.constexpr(1.5 * 2.0**FP32.mantissa_bits)  # added to |x| < 2^22, the float32 adder rounds x to a whole
+
+
+def refusal(fmt: BlockFormat) -> str | None:
+    """Why the kernel cannot write this format, or None."""
+    element, columns = fmt.element, fmt.block[1]
+    if fmt.zero_point or not isinstance(element, FloatFormat | IntFormat):
+        return f"writes symmetric integers and floats; {fmt.name} is neither"
+    if element.bits not in (4, 8) or (isinstance(element, FloatFormat) and not element.mantissa_bits):
+        return f"packs four and eight bits; {fmt.name} has {element.name}"
+    if columns is not None and (columns & (columns - 1) or not 16 <= columns <= 128):
+        return f"has blocks of 16 to 128 columns, a power of two; {fmt.name} has {columns}"
+    if fmt.rule != ("two_level" if fmt.tensor_scale else "ct175" if fmt.power_of_two_scale else "amax"):
+        return f"knows amax, ct175 and two_level; {fmt.name}'s rule is {fmt.rule}"
+    return None
+
+
+def facts(fmt: BlockFormat) -> dict[str, Any]:
+    """The format's numbers as the kernel's compile-time constants."""
+    element, scale = fmt.element, fmt.scale
+    if not isinstance(scale, FloatFormat):
+        raise Unsupported(f"{fmt.name}: the kernel stores float scales")
+    top = exponent_of(element.max)
+    floor = fmt.scale_floor if scale == FP32 else exact.encode(scale, fmt.scale_floor)
+    return {
+        "BLOCK": fmt.block[1] or 0,
+        "BITS": element.bits,
+        "E_MANTISSA": element.mantissa_bits if isinstance(element, FloatFormat) else 0,
+        "E_BIAS": element.bias if isinstance(element, FloatFormat) else 0,
+        "E_MAX": element.max,
+        "E_MIN": element.min,
+        "E_STEPS": 2.0**element.fraction_bits if isinstance(element, IntFormat) else 1.0,
+        "S_MANTISSA": scale.mantissa_bits,
+        "S_BIAS": scale.bias,
+        "S_MAX": scale.max,
+        "S_FLOOR": floor,
+        "S_NAN": 0 if scale == FP32 else exact.encode(scale, math.nan),
+        "S_TOP": top,
+        "S_MOST": min(scale.max_exponent, FP32.max_exponent - top),
+        "TARGET": fmt.target * element.max if fmt.tensor_scale else 0.0,
+    }
+
+
+@triton.jit
+def magnitude_bits(v):
+    """|v| as the bits of a float32: as integers they are in the order of the numbers, and NaN is above all."""
+    return v.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def float_code(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The magnitude code of 0 <= a <= max, to nearest even, as quantize/elements.py rounds."""
+    SHIFT: tl.constexpr = _MANTISSA - MANTISSA
+    HALF: tl.constexpr = (_ONE << (SHIFT - 1)) - 1
+    MAGIC: tl.constexpr = _TWO ** (1 - BIAS + SHIFT)
+    bits = a.to(tl.int32, bitcast=True)
+    normal = ((bits + ((bits >> SHIFT) & 1) + HALF) >> SHIFT) - ((_BIAS - BIAS) << MANTISSA)
+    below = (a + MAGIC).to(tl.int32, bitcast=True) - ((_BIAS + 1 - BIAS + SHIFT) << _MANTISSA)
+    return tl.where(a < _TWO ** (1 - BIAS), below, normal)
+
+
+@triton.jit
+def float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The value of a magnitude code: the inverse of `float_code`."""
+    normal = (code + ((_BIAS - BIAS) << MANTISSA)) << (_MANTISSA - MANTISSA)
+    below = code.to(tl.float32) * _TWO ** (1 - BIAS - MANTISSA)
+    return tl.where(code < (1 << MANTISSA), below, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def block_scale(
+    largest, encode, decode,
+    E_MAX: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MAX: tl.constexpr,
+    S_FLOOR: tl.constexpr, S_NAN: tl.constexpr, S_TOP: tl.constexpr, S_MOST: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """(what is stored, e) for blocks whose largest magnitudes have these bits; for power-of-two scales 1 / e."""
+    if S_MANTISSA == 0:
+        rounded = (largest + (_ONE << (_MANTISSA - 2))) >> _MANTISSA  # the exponent, one more from 1.75 on
+        exponent = tl.minimum(tl.maximum(rounded - _BIAS - S_TOP, -S_BIAS), S_MOST)
+        finite = largest < _INFINITY
+        e = tl.where(finite, ((-exponent + _BIAS) << _MANTISSA).to(tl.float32, bitcast=True), float("nan"))
+        stored = tl.where(finite, exponent + S_BIAS, S_NAN)
+    else:
+        scale = tl.div_rn(largest.to(tl.float32, bitcast=True), E_MAX)
+        if TARGET > 0:
+            scale = encode * scale
+        finite = magnitude_bits(scale) < _INFINITY
+        if S_MANTISSA == _MANTISSA:
+            stored = tl.where(finite, tl.where(scale == 0, S_FLOOR, scale), float("nan"))
+            e = stored
+        else:
+            code = float_code(tl.minimum(tl.where(finite, scale, 0.0), S_MAX), S_MANTISSA, S_BIAS)
+            code = tl.where(code == 0, S_FLOOR, code)
+            e = tl.where(finite, float_value(code, S_MANTISSA, S_BIAS), float("nan"))
+            stored = tl.where(finite, code, S_NAN)
+        if TARGET > 0:
+            e = e * decode
+    return stored, e
+
+
+@triton.jit
+def tensor_scale(amax, TARGET: tl.constexpr, MOST: tl.constexpr):
+    """(encode, decode) of a tensor whose largest magnitude is amax: quantize/scales.py's tensor_scale."""
+    factor = tl.div_rn(tl.full((), TARGET, tl.float32), amax)
+    encode = tl.where(amax == 0, 1.0, tl.where(factor > MOST, MOST, factor))
+    return encode, tl.div_rn(1.0, encode)
+
+
+@triton.jit
+def element_code(
+    q, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
+    E_STEPS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The codes (int32, the low BITS) of quotients; NATIVE where the machine converts to E4M3 itself."""
+    if E_MANTISSA == 0:
+        whole = tl.minimum(tl.maximum(q, E_MIN), E_MAX) * E_STEPS
+        code = (whole + _TO_WHOLE).to(tl.int32, bitcast=True) & ((_ONE << BITS) - 1)
+    elif NATIVE:
+        code = q.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        sign = (q.to(tl.int32, bitcast=True) >> (32 - BITS)) & (_ONE << (BITS - 1))
+        code = float_code(tl.minimum(tl.abs(q), E_MAX), E_MANTISSA, E_BIAS) | sign
+    return code
