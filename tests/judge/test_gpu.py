@@ -24,7 +24,7 @@ BAD = {
     "takes main memory": ("        keep = []\n        while True: keep.append(torch.zeros(1 << 24))\n",
                           "crashed", "main memory"),
     "answers on the CPU": ("        return (a @ b).cpu()\n", "wrong", "device cpu, expected cuda"),
-    "breaks the context": ("        i = torch.full((1,), 1 << 40, device='cuda')\n        return a.ravel()[i] + a @ b\n",
+    "breaks the context": ("        i = a.new_full((1,), 1e12).long()\n        return a @ b + a.ravel()[i]\n",
                            "wrong", "CUDA error"),
     "dies": ("        import os; print('last words', flush=True); os.abort()\n", "crashed", "last words"),
 }  # fmt: skip

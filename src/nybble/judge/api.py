@@ -130,8 +130,8 @@ def _try(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> lis
                 evidence = {"message": error.message, "at": error.trace}
                 findings.append(Finding("load", "crashed", f"the candidate raises {error.kind}", evidence))
             except Ended as end:
-                printed = {"it printed": trial.candidate.printed[-600:]} if trial.candidate.printed else {}
-                findings.append(Finding("alive", end.how, f"the candidate {_sentence(end)}", printed))
+                what = f"the candidate {_sentence(end)}"
+                findings.append(Finding("alive", end.how, what, trial.candidate.last_words()))
     finally:
         torch.set_num_threads(threads)
     return findings

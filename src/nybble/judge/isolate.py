@@ -32,7 +32,7 @@ from nybble.errors import NybbleError
 from nybble.judge import wire
 
 _TICK = 0.1  # seconds between two looks at a candidate that has not answered
-_PRINTED_KEPT = 4000
+_PRINTED_KEPT, _PRINTED_SHOWN = 6000, 1500
 _RECORD_KEPT = 1 << 20
 _PASSED_ON = (
     "PATH",
@@ -306,6 +306,12 @@ class Candidate:
                 text = _read(f"/proc/{pid}/task/{thread}/schedstat")
                 total += int(text.split()[0]) if text else 0
         return total * 1e-9
+
+    def last_words(self) -> dict[str, str]:
+        """As evidence: the end of what it printed, its stack among it where it was killed; {} where it said nothing."""
+        lines = [line for line in self.printed.splitlines() if not line.startswith("Extension modules:")]
+        text = "\n".join(lines).strip()[-_PRINTED_SHOWN:]
+        return {"it printed": text} if text else {}
 
     def threads(self) -> set[str]:
         """Ids of the candidate's threads."""

@@ -117,8 +117,7 @@ def _baseline(trial: Trial, name: str, stack: ExitStack) -> Trial | Finding:
         subject.load()
         subject.build(name)
     except (CandidateError, Ended) as error:
-        printed = {"it printed": process.printed[-600:]} if process.printed else {}
-        return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}", printed)
+        return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}", process.last_words())
     return subject
 
 

@@ -76,6 +76,10 @@ class Listen(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # skipping it would import all of it
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -300,7 +304,7 @@ def wake(device: str, memory: int | None = None) -> None:
     torch.zeros(1, device=device)
     if memory is not None:
         share = memory / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), torch.device(device))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def serve(channel: socket.socket, device: str, fence: int = _FENCE) -> None:

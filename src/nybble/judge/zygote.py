@@ -27,13 +27,8 @@ def main() -> None:
     """Serve fork requests on the descriptor named by the first argument until it closes."""
     import torch
 
-    from nybble.judge import worker
+    from nybble.judge import worker  # noqa: F401 - what every child needs
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        # Its first use imports for a second: better here than in every child. With a GPU in sight some of these
-        # imports count devices, and after that torch refuses CUDA to every fork.
-        with worker.Listen():
-            torch.zeros(1)
     libc = ctypes.CDLL(None)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -106,9 +101,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         sys.argv[:] = ["candidate"]
         sys.dont_write_bytecode = True
         faulthandler.enable()  # what kills the process leaves its stack in what was printed
-        worker.wake(request["device"], request["device_memory"])  # the driver starts before it is fenced in
+        worker.wake(request["device"], request["device_memory"])  # fenced in, CUDA's driver does not start
         guard.limit(request["memory"], request["seconds"], request["written"])
-        guard.forbid_writes([folder, "/dev"])
+        guard.forbid_writes([folder, "/dev", "/proc/self"])
         guard.record_opens(events, [*request["known"], folder])
         worker.serve(socket.socket(fileno=channel), request["device"])
         code = 0
