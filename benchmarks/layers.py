@@ -1,17 +1,20 @@
 """What each method makes of single layers: output error by kind of layer, SmolLM2-135M.
 
     python benchmarks/layers.py --scheme NVFP4A16 --blocks 0,10,20,29
+    python benchmarks/layers.py --scheme NVFP4A16 --shape 14336x4096 --device cuda
 
 The inputs are those of the original model for `--samples` calibration windows of 512 tokens (see methods.py). The
 error is tr(D H D^T) / tr(W H W^T), D the weight's error and H the second moment of the inputs: how much of the
 layer's output is lost. For formats with a grid of scales the coverage of Schur's windows is counted too: in how many
-groups of a row the best of all scales lies in the window.
+groups of a row the best of all scales lies in the window. With `--shape` a random layer of that shape is timed
+instead: 8,192 correlated inputs, the best of three times, the factor of H included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from methods import LENGTH, MODEL, windows
 from nybble.methods import gptq, rtn, schur
 from nybble.methods.calibrate import call, collect
 from nybble.methods.columns import GroupScale, Target, sweep, target
-from nybble.methods.layer import Layer, relative_error
+from nybble.methods.layer import Inputs, Layer, relative_error
 from nybble.methods.pipeline import weight_amax
 from nybble.models import load, load_tokenizer
 from nybble.models import text as texts
@@ -64,6 +67,27 @@ def layers(scheme: Scheme, blocks: list[int], samples: int) -> dict[str, Layer]:
     return {name: Layer(name, linear.weight, scheme, amax[name], seen[name]) for name, linear in linears.items()}
 
 
+def timed(scheme: Scheme, shape: str, device: str) -> dict[str, Any]:
+    """Seconds and output errors of a random layer."""
+    n, k = map(int, shape.split("x"))
+    generator = torch.Generator(device).manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, device=device)  # noqa: E731
+    weight, seen = draw(n, k), Inputs(k, device)
+    seen.add(draw(8192, k) @ (draw(k, k) / k**0.5 + 0.3 * torch.eye(k, device=device)))
+    layer, row = Layer("layer", weight, scheme, weight.abs().amax(), seen), {"shape": shape, "scheme": scheme.name}
+    for method in (rtn, gptq, schur):
+        seconds = []
+        for _ in range(3):
+            seen._factors.clear()
+            begin = time.perf_counter()
+            rounded = method.apply(layer, method.Config())
+            float(rounded.scale[0, 0])  # waits for the device
+            seconds.append(time.perf_counter() - begin)
+        error = relative_error(weight, rounded, seen.second_moment)
+        row[method.__name__.rpartition(".")[2]] = {"seconds": seconds, "error": error}
+    return row
+
+
 def main() -> None:
     """Measure, write JSON, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,9 +96,17 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--coverage", action="store_true")
+    parser.add_argument("--shape", help="NxK of a random layer to time")
+    parser.add_argument("--device", default="cpu", help="with --shape")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
+    if asked.shape:
+        row = timed(find_scheme(asked.scheme), asked.shape, asked.device)
+        print(json.dumps(row))
+        if asked.out:
+            asked.out.write_text(json.dumps(row, indent=1) + "\n")
+        return
     rows = []
     with torch.no_grad():
         for name, layer in layers(

@@ -40,11 +40,13 @@ from nybble.survey.measure import share
 
 MODEL, TOKENS, WINDOW, LENGTH = "smollm2-135m", 4096, 1024, 512
 VARIANTS = {
-    "distill": distill.Config(steps=300, lr=3e-5),
-    "distill_weights": distill.Config(steps=300, lr=3e-5, weights_only=True),
-    "distill_slow": distill.Config(steps=300, lr=1e-5),
-    "distill_fast": distill.Config(steps=300, lr=1e-4),
-    "distill_r16": distill.Config(steps=300, lr=3e-4, rank=16),
+    "distill": distill.Config(steps=200, lr=3e-5),
+    "distill_weights": distill.Config(steps=200, lr=3e-5, weights_only=True),
+    "distill_slow": distill.Config(steps=200, lr=1e-5),
+    "distill_fast": distill.Config(steps=200, lr=1e-4),
+    "distill_r16": distill.Config(steps=200, lr=3e-4, rank=16),
+    "distill_short": distill.Config(steps=3),
+    "distill_short_r16": distill.Config(steps=3, rank=16),
 }
 
 
@@ -86,7 +88,7 @@ class Bench:
         if asked.calibration:
             self.source = (texts.encode(tokenizer, texts.read_text(asked.calibration)), 0)
         self.text, self.evaluation = text, texts.split(ids, TOKENS, WINDOW)
-        self.model: nn.Module = load(asked.model, dtype=torch.float32)
+        self.model: nn.Module = load(asked.model, dtype=getattr(torch, asked.dtype))
 
     def start(self) -> None:
         """Go to the device and measure the original."""
@@ -106,17 +108,16 @@ class Bench:
         # Training in full float32 takes three times as long; what is rounded and exported is the same either way.
         torch.set_float32_matmul_precision("high" if learns else "highest")
         cuda = torch.device(self.asked.device).type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         _wait(cuda)
+        others = torch.cuda.memory_allocated() - sum(p.nbytes for p in self.model.parameters()) if cuda else 0
         begin, begin_cpu = time.perf_counter(), time.process_time()
         method = "distill" if learns else task.method
         settings = config or Settings(seed=task.seed)
         quantized = quantize_(share(self.model), task.scheme, method, calibration=batches, config=settings)
+        peak = torch.cuda.max_memory_allocated() - others if cuda else None
         _wait(cuda)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
         torch.set_float32_matmul_precision("highest")
-        peak = torch.cuda.max_memory_allocated() if cuda else None
         with by_definition(quantized):
             quality = evaluate(quantized, self.evaluation, self.kept)
         return {
@@ -128,8 +129,10 @@ class Bench:
 
 
 def _wait(cuda: bool) -> None:
+    """Until all is done; peak memory is counted from here."""
     if cuda:
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def serve(asked: argparse.Namespace, gate: Any, tasks: Any, rows: Any) -> None:
@@ -159,7 +162,7 @@ def measured(asked: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[dict[
     count = min(asked.jobs, len(shared)) if asked.jobs > 1 else 0
     workers = [context.Process(target=serve, args=(asked, gate, queue, rows)) for _ in range(count)]
     for worker in workers:
-        worker.start()
+        worker.start()  # they load the model while the runs that need the machine alone go on
     bench = Bench(asked)
     bench.start()
     yield {
@@ -228,6 +231,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="windows that go through the model at once")
     parser.add_argument("--calibration", type=Path, help="a text to calibrate on in place of the default one")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="of the model; quality is meant to be measured in float32")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="after which a process takes no further run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
