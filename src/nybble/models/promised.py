@@ -1,0 +1,329 @@
+"""A Llama-family model under a promise about equal bits: every op of its forward makes that promise.
+
+    add_rmsnorm_exact -> [q k v] -> rope_cache_exact_ -> attention_exact -> o
+    -> add_rmsnorm_exact -> [gate up] -> silu_mul_exact -> down, and at the end norm, head, argmax_exact or sample_exact
+
+The linears are `linear_exact` under "cross-machine" and `linear_invariant` under the weaker ones; the other ops are
+cheap enough to be exact always. Weights are the model's own, 16-bit, float32 or quantized. Activations and the cache
+have the model's dtype. Every token is a row of [tokens, hidden] with a sequence and a position, and no op lets rows see
+each other except through the cache of their sequence. So a prompt read at once, token by token, or beside others gives
+the same bits, and one runner serves decoding and whole sequences alike.
+
+On a GPU a decode step is captured once in a CUDA graph, as in llama.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nybble.errors import BadInput, UnknownName, Unsupported
+from nybble.models.llama import refusal
+from nybble.ops import QuantLinear
+from nybble.ops._declare import Promise
+from nybble.ops._promise import ORDER, promise
+from nybble.ops.attention_exact import attention_exact
+from nybble.ops.linear_exact import linear_exact
+from nybble.ops.linear_invariant import linear_invariant
+from nybble.ops.rmsnorm_exact import add_rmsnorm_exact
+from nybble.ops.rope_exact import rope_cache_exact_, rope_tables
+from nybble.ops.silu_exact import silu_mul_exact
+from nybble.ops.token_exact import argmax_exact, sample_exact
+from nybble.quantize import QuantTensor
+from nybble.quantize.tensor import concatenate, split_rows
+
+Weight = Tensor | QuantTensor
+Trace = Callable[[str, Tensor], None]
+"""Told of every op in the order they run: "layers.0.mlp.down_proj (linear_exact)" and its result [tokens, ...]."""
+
+
+def refuse(model: nn.Module) -> None:
+    """Raise Unsupported where a model cannot run under a promise, with the layer and what is in the way."""
+    reason = refusal(model)
+    if reason is not None:
+        raise Unsupported(f"no promise covers this model: {reason}")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | QuantLinear):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks:
+            raise Unsupported(f"no promise covers this model: something is attached to {name}")
+        if isinstance(module, QuantLinear) and module.activation is not None:
+            raise Unsupported(
+                f"no promise covers this model: {name} rounds its inputs to {module.activation.name}; "
+                f"nearest: {module.weight.format.name} weights with 16-bit activations"
+            )
+
+
+@dataclass
+class _Projection:
+    """Linears that share their input, outputs side by side: one weight, or several that cannot be joined."""
+
+    name: str
+    parts: list[tuple[Weight, Tensor | None]]
+
+
+def _join(name: str, modules: Sequence[nn.Module]) -> _Projection:
+    """The modules' weights, joined where that is possible; the modules' own become views of the joined one."""
+    if len(modules) > 1:
+        dense = [m for m in modules if isinstance(m, nn.Linear)]
+        quantized = [m for m in modules if isinstance(m, QuantLinear)]
+        whole: Weight | None = _join_dense(dense) if len(dense) == len(modules) else None
+        whole = _join_quantized(quantized) if len(quantized) == len(modules) else whole
+        biases: list[Any] = [m.bias for m in modules]
+        if whole is not None and (all(b is None for b in biases) or all(b is not None for b in biases)):
+            return _Projection(name, [(whole, None if biases[0] is None else torch.cat([b.data for b in biases]))])
+    each: list[Any] = list(modules)
+    return _Projection(name, [(_data(m.weight), _data(m.bias)) for m in each])
+
+
+def _join_dense(modules: list[nn.Linear]) -> Tensor:
+    whole = torch.cat([module.weight.data for module in modules])
+    for module, part in zip(modules, whole.split([m.out_features for m in modules]), strict=True):
+        module.weight.data = part
+    return whole
+
+
+def _join_quantized(modules: list[QuantLinear]) -> QuantTensor | None:
+    whole = concatenate([module.weight for module in modules])
+    if whole is not None:
+        rows = split_rows(whole, [module.out_features for module in modules])
+        for module, part in zip(modules, rows, strict=True):
+            if part is not None:
+                module.set_weight(part)
+    return whole
+
+
+def _data(weight: Any) -> Any:
+    return weight.data if isinstance(weight, nn.Parameter) else weight
+
+
+@dataclass
+class _Layer:
+    """One transformer layer as the runner sees it."""
+
+    input_norm: Any
+    qkv: _Projection
+    o: _Projection
+    post_norm: Any
+    gate_up: _Projection
+    down: _Projection
+
+
+class PromisedRunner:
+    """Decoding and whole sequences of a Llama-family model under a promise.
+
+    Args:
+        model: a transformers causal LM; fused projections become views, as in llama.Runner.
+        wanted: the promise.
+        capacity: tokens the cache holds, prompt included.
+        batch: sequences, equally long.
+        graph: whether to capture the step; None does so on CUDA.
+        temperature: None takes the most likely token, a number draws (sample_exact).
+        seeds: of the draws, one for each sequence.
+
+    Raises:
+        Unsupported: the model, a layer of it or its rotary positions are not covered; the message says which.
+        BadInput: no temperature above 0, or seeds for another batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: Promise,
+        capacity: int,
+        batch: int = 1,
+        graph: bool | None = None,
+        temperature: float | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        if wanted not in ORDER[1:]:
+            raise UnknownName("promise", wanted, ORDER[1:])
+        refuse(model)
+        whole: Any = model
+        inner, config = whole.model, whole.config
+        self.model, self.promise, self.capacity, self.batch = model, wanted, capacity, batch
+        self.embedding, self.final_norm = inner.embed_tokens.weight.data, inner.norm
+        self.layers = [_layer(number, layer) for number, layer in enumerate(inner.layers)]
+        self.head = _join("lm_head", [whole.lm_head])
+        device, dtype = self.embedding.device, self.embedding.dtype
+        self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cos, self.sin = (t.to(device) for t in rope_tables(self.head_dim, capacity, rope_settings(config)))
+        shape = (len(self.layers), batch, self.kv_heads, capacity, self.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.position = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
+        self.logits = torch.empty((batch, config.vocab_size), dtype=dtype, device=device)
+        self.trace: Trace | None = None
+        self.length = 0
+        self._linear = linear_exact if wanted == "cross-machine" else linear_invariant
+        self._draw = _draw(temperature, seeds, batch, device)
+        self._wants_graph = device.type == "cuda" if graph is None else graph
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """Start new sequences.
+
+        Args:
+            tokens: int64 [batch, T], T from 1 to the capacity.
+
+        Returns:
+            The logits [batch, V] after the last token (a buffer that the next step reuses).
+        """
+        length = tokens.shape[1]
+        with promise(self.promise):
+            x = self._whole(tokens).view(self.batch, length, -1)[:, -1]
+            self.logits.copy_(self._project(self.head, x))
+            self.position.fill_(length - 1)
+            self.token.copy_(self._choose())
+        self.position.fill_(length)
+        self.tokens[:, :length] = tokens
+        self.length = length
+        return self.logits
+
+    @torch.no_grad()
+    def whole(self, tokens: Tensor) -> Tensor:
+        """The logits [batch, T, V] after every token of int64 [batch, T]; the cache then holds these sequences."""
+        with promise(self.promise):
+            logits = self._project(self.head, self._whole(tokens))
+        self.length = 0
+        return logits.view(*tokens.shape, -1)
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Put the pending token in and return the logits [batch, V] after it (a buffer that the next step reuses)."""
+        if self.length == 0:
+            raise BadInput("prefill a prompt first")
+        if self.length >= self.capacity:
+            raise BadInput(f"the cache is full: {self.capacity} tokens")
+        with promise(self.promise):
+            if self._wants_graph and self._graph is None:
+                self._capture()
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._step()
+        self.length += 1
+        return self.logits
+
+    def decode(self, count: int) -> Tensor:
+        """`count` tokens after what is in the cache, int64 [batch, count]; nothing waits for the device."""
+        start = self.length
+        for _ in range(count):
+            self.step()
+        return self.tokens[:, start : start + count]
+
+    def _step(self) -> None:
+        """One token a sequence: the pending token goes in at `position`, the next one becomes pending."""
+        self.tokens.scatter_(1, self.position.long()[:, None], self.token[:, None])
+        x = self._forward(self.token, self.rows, self.position)
+        self.logits.copy_(self._project(self.head, x))
+        self.token.copy_(self._choose())
+        self.position.add_(1)
+
+    def _whole(self, tokens: Tensor) -> Tensor:
+        """The last hidden states of every token, [batch * T, H]."""
+        batch, length = tokens.shape
+        if batch != self.batch or not 1 <= length <= self.capacity:
+            raise BadInput(f"this runner takes [{self.batch}, 1 to {self.capacity}] tokens, got {list(tokens.shape)}")
+        tokens = tokens.to(self.token.device)
+        at = torch.arange(length, dtype=torch.int32, device=self.token.device).repeat(batch)
+        return self._forward(tokens.reshape(-1), self.rows.repeat_interleave(length), at)
+
+    def _forward(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, H] after the last norm, for N tokens of sequences `rows` at `positions`."""
+        x = torch.nn.functional.embedding(tokens, self.embedding)
+        residual: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            name = f"layers.{index}"
+            x, residual = self._norm(f"{name}.input_layernorm", layer.input_norm, x, residual)
+            qkv, k, v = self._project(layer.qkv, x), self.k_cache[index], self.v_cache[index]
+            q = self._note(f"{name}.self_attn.rotary (rope_cache_exact_)",
+                           rope_cache_exact_(qkv, self.cos, self.sin, k, v, rows, positions))  # fmt: skip
+            o = self._note(f"{name}.self_attn (attention_exact)", attention_exact(q, k, v, rows, positions))
+            x = self._project(layer.o, o.view(len(tokens), -1))
+            x, residual = self._norm(f"{name}.post_attention_layernorm", layer.post_norm, x, residual)
+            gated = silu_mul_exact(self._project(layer.gate_up, x))
+            x = self._project(layer.down, self._note(f"{name}.mlp.act_fn (silu_mul_exact)", gated))
+        return self._norm("norm", self.final_norm, x, residual)[0]
+
+    def _norm(self, name: str, module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, h = add_rmsnorm_exact(x, residual, module.weight.data, module.variance_epsilon)
+        return self._note(f"{name} (add_rmsnorm_exact)", y), h
+
+    def _project(self, projection: _Projection, x: Tensor) -> Tensor:
+        parts = [self._linear(x, weight, bias) for weight, bias in projection.parts]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return self._note(f"{projection.name} ({self._linear.__name__})", y)
+
+    def _choose(self) -> Tensor:
+        if self._draw is None:
+            return self._note("token (argmax_exact)", argmax_exact(self.logits))
+        return self._note("token (sample_exact)", sample_exact(self.logits, *self._draw, self.position))
+
+    def _note(self, name: str, result: Tensor) -> Tensor:
+        if self.trace is not None:
+            self.trace(name, result)
+        return result
+
+    def _capture(self) -> None:
+        """Record a step. Warming up runs it for real, so the state that it changes is put back afterwards."""
+        kept = [(t, t.clone()) for t in (self.token, self.position, self.tokens, self.logits)]
+
+        def restore() -> None:
+            for tensor, value in kept:
+                tensor.copy_(value)
+
+        side = torch.cuda.Stream(self.token.device)
+        side.wait_stream(torch.cuda.current_stream(self.token.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._step()
+                restore()
+        torch.cuda.current_stream(self.token.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        restore()
+        self._graph = graph
+
+
+def _layer(number: int, layer: Any) -> _Layer:
+    attention, mlp, name = layer.self_attn, layer.mlp, f"layers.{number}"
+    return _Layer(
+        layer.input_layernorm,
+        _join(f"{name}.self_attn.qkv_proj", [attention.q_proj, attention.k_proj, attention.v_proj]),
+        _join(f"{name}.self_attn.o_proj", [attention.o_proj]),
+        layer.post_attention_layernorm,
+        _join(f"{name}.mlp.gate_up_proj", [mlp.gate_proj, mlp.up_proj]),
+        _join(f"{name}.mlp.down_proj", [mlp.down_proj]),
+    )
+
+
+def _draw(
+    temperature: float | None, seeds: Sequence[int] | None, batch: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """sample_exact's temperature and seeds; None for greedy decoding."""
+    if temperature is None:
+        return None
+    given = list(range(batch)) if seeds is None else list(seeds)
+    if not temperature > 0 or len(given) != batch:
+        raise BadInput(f"drawing takes a temperature above 0 and {batch} seeds, got {temperature} and {given}")
+    heat = torch.full((batch,), temperature, dtype=torch.float32, device=device)
+    return heat, torch.tensor(given, dtype=torch.int64, device=device)
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """How a transformers configuration turns positions, wherever its version keeps that."""
+    settings = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    settings.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    settings.setdefault("rope_type", settings.pop("type", "default"))
+    settings.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+    return settings
