@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from nybble.judge.problem import Case, Problem, seed_of
+from nybble.judge.problem import Case, Expected, Problem, seed_of
 
 # A measured ceiling is no law: a CPU's caches and its neighbours' load move it. Beyond this, a time is no measurement.
 MARGIN = {"cpu": 2.5, "cuda": 1.1}
@@ -60,8 +60,8 @@ def bound(problem: Problem, seed: int, device: str) -> Bound | None:
     if known is not None:
         return Bound(*known, _peak_flops(device, dtype), _peak_bytes(device, known[1]))
     out = sum(b.reference.numel() * b.dtype.itemsize for b in expected.budgets)
-    needed = [v for i, v in enumerate(case.inputs) if isinstance(v, Tensor) and _all_matter(problem, case, i, None)]
-    needed += [v for k, v in problem.state.items() if _all_matter(problem, case, None, k)]
+    needed = [v for i, v in enumerate(case.inputs) if isinstance(v, Tensor) and _all_matter(problem, case, expected, i)]
+    needed += [v for k, v in problem.state.items() if _all_matter(problem, case, expected, k)]
     nbytes = float(out + sum(v.numel() * v.element_size() for v in needed))
     return Bound(_flops(problem, case), nbytes, _peak_flops(device, dtype), _peak_bytes(device, nbytes))
 
@@ -72,25 +72,25 @@ def _flops(problem: Problem, case: Case) -> float:
     return float(counter.get_total_flops())
 
 
-def _all_matter(problem: Problem, case: Case, number: int | None, name: str | None) -> bool:
-    """Whether each of a few sampled elements changes the result when it is made large, in one sign or the other."""
-    value = case.inputs[number] if number is not None else problem.state[name or ""]
+def _all_matter(problem: Problem, case: Case, before: Expected, which: int | str) -> bool:
+    """Whether each of a few sampled elements of an input (its number) or a weight (its name) changes the result."""
+    value = case.inputs[which] if isinstance(which, int) else problem.state[which]
     if not value.dtype.is_floating_point or value.numel() == 0:
         return False
     g = torch.Generator().manual_seed(value.numel())
     places = torch.randint(value.numel(), (_SAMPLES,), generator=g).tolist()
-    return all(any(_changes(problem, case, number, name, value, at, sign) for sign in (8.0, -8.0)) for at in places)
+    return all(any(_changes(problem, case, before, which, at, sign) for sign in (8.0, -8.0)) for at in places)
 
 
-def _changes(
-    problem: Problem, case: Case, number: int | None, name: str | None, value: Tensor, at: int, sign: float
-) -> bool:
+def _changes(problem: Problem, case: Case, before: Expected, which: int | str, at: int, sign: float) -> bool:
+    """Whether the result is another when one element is made large."""
+    value = case.inputs[which] if isinstance(which, int) else problem.state[which]
     other = value.detach().clone().contiguous()
     other.view(-1)[at] = sign * float(other.abs().max()) + sign
-    inputs = [other if i == number else v for i, v in enumerate(case.inputs)]
-    state = {**problem.state, name: other} if name else None
-    before, after = problem.expect(case), problem.expect(Case("sampled", inputs, state))
-    if before is None or after is None:
+    inputs = [other if i == which else v for i, v in enumerate(case.inputs)]
+    state = {**problem.state, which: other} if isinstance(which, str) else None
+    after = problem.expect(Case("sampled", inputs, state))
+    if after is None:
         return False
     return any(not torch.equal(a.reference, b.reference) for a, b in zip(before.budgets, after.budgets, strict=True))
 
