@@ -171,27 +171,32 @@ class Kernel:
 
 
 def tensor_map(
-    pointer: int, shape: tuple[int, int], row: int, box: tuple[int, int], fp16: bool
+    pointer: int, shape: tuple[int, int], row: int, box: tuple[int, int], fp16: bool, itemsize: int = 2
 ) -> ctypes.Array[ctypes.c_uint64]:
-    """A descriptor for the copy engine (sm_90 and later): boxes of a [rows, columns] matrix of bf16 or fp16.
+    """A descriptor for the copy engine (sm_90 and later): boxes of a [rows, columns] matrix of bf16, fp16 or bytes.
 
     Args:
         pointer: the matrix, at a multiple of 16 bytes.
         shape: its rows and columns.
-        row: elements from one row to the next, a multiple of 8.
-        box: rows and columns copied at once; a box's rows are swizzled over 128 bytes, and what lies outside is zero.
+        row: elements from one row to the next, a multiple of 16 bytes.
+        box: rows and columns copied at once; a box's rows of 64 or 128 bytes are swizzled over that many bytes, and
+            what lies outside is zero.
         fp16: fp16 rather than bf16.
+        itemsize: 2, or 1 for bytes.
     """
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if fp16 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    kind = kind if itemsize == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    swizzle = driver.CUtensorMapSwizzle
     made = _check(
         driver.cuTensorMapEncodeTiled(
-            kind, 2, pointer, [driver.cuuint64_t(shape[1]), driver.cuuint64_t(shape[0])], [driver.cuuint64_t(2 * row)],
-            [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            kind, 2, pointer, [driver.cuuint64_t(shape[1]), driver.cuuint64_t(shape[0])],
+            [driver.cuuint64_t(itemsize * row)], [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle.CU_TENSOR_MAP_SWIZZLE_128B if itemsize * box[1] == 128 else swizzle.CU_TENSOR_MAP_SWIZZLE_64B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
