@@ -51,7 +51,7 @@ def producer(name: str, prologue: int, hadamard: int, cut: tuple[int, int, int])
     pointers["scale"] = {"fp32": "*fp32", "bf16": "*i16"}.get(fmt.scale.name, "*u8")
     sizes = ("x_stride", "residual_stride", "columns", "code_bytes", "scale_columns", "chunks")
     pieces = dict(zip(("P0", "P1", "P2"), cut, strict=True))
-    constants = {"PROLOGUE": prologue, "RESIDUAL": prologue == 1, "HADAMARD": hadamard, "NATIVE": False,
+    constants = {"PROLOGUE": prologue, "RESIDUAL": prologue == 1, "HADAMARD": hadamard, "MACHINE": 1,
                  "MOST": MAX_ENCODE, **pieces, **facts(fmt)}  # fmt: skip
     return {**pointers, **dict.fromkeys(sizes, "i32"), "eps": "fp32"}, constants
 
@@ -77,6 +77,8 @@ for name, (signature, constants) in json.loads(sys.argv[1]):
     fn = getattr(import_module(module), kernel)
     signature = {arg: signature.get(arg, "constexpr") for arg in fn.arg_names}
     for target in json.loads(sys.argv[2]):
+        if "EARLY" in fn.arg_names:
+            constants["EARLY"] = target >= 90
         source = ASTSource(fn, signature, {(fn.arg_names.index(c),): v for c, v in constants.items()})
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32))
         print(name, target, len(compiled.asm["cubin"]))

@@ -2,9 +2,9 @@
 
 Every operation is in float32 and rounded once, so that the bits are the same on every machine:
 
-    rmsnorm    h = x + residual;  y = gain * (h / sqrt(mean(h^2) + eps)), roundings as in add_rmsnorm. The sum of
-               squares is taken in float64: no order of summation shows in it. add_rmsnorm's own sum is in float32,
-               and the two differ by no more than that op's agreement.
+    rmsnorm    h = x + residual;  y = gain * (h / sqrt(mean(h^2) + eps)), roundings as in add_rmsnorm. Squares are
+               summed by eight neighbours, as a tree, and from there in float64, where no order of summation shows.
+               add_rmsnorm's own sum is in float32, and the two differ by no more than that op's agreement.
     silu_mul   what the op of that name gives on the same device: its exponential is the device's own
     hadamard   sums and differences of neighbours 1, 2, 4, … apart, then times fl32(1 / sqrt(size)): x H / sqrt(size)
                in blocks of `size` columns, H Sylvester's matrix (methods/hadamard.py has the same one)
@@ -49,7 +49,10 @@ def prologue_reference(
         return x, x
     h = x if residual is None else x + residual
     wide = h.to(torch.float32)
-    total = wide.square().sum(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
+    squares = torch.nn.functional.pad(wide.square(), (0, -x.shape[-1] % 8))
+    for _ in range(3):
+        squares = squares[..., ::2] + squares[..., 1::2]
+    total = squares.sum(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
     mean = divide(total, float(max(x.shape[-1], 1))) + eps
     root = mean.double().sqrt().to(torch.float32)  # torch's own float32 root on CPUs can be an ulp off
     return gain * (wide * (torch.ones_like(root) / root)).to(x.dtype), h

@@ -22,6 +22,7 @@ from nybble.ops._declare import Implementation
 from nybble.ops.quantize_rows import empty_parts
 from nybble.ops.quantize_rows.triton_codes import (
     block_scale,
+    divide,
     element_code,
     facts,
     magnitude_bits,
@@ -53,9 +54,14 @@ def _load(x, residual, h, start, columns, PROLOGUE: tl.constexpr, RESIDUAL: tl.c
 
 
 @triton.jit
-def _squares(v):
+def _squares(v, P: tl.constexpr):
+    """The sum of squares: of eight neighbours as a tree in float32, then in float64."""
     wide = v.to(tl.float32)
-    return tl.sum((wide * wide).to(tl.float64), 0)
+    square = wide * wide
+    for i in tl.static_range(3):
+        a, b = tl.split(tl.reshape(square, (P >> (i + 1), 2)))
+        square = a + b
+    return tl.sum(square.to(tl.float64), 0)
 
 
 @triton.jit
@@ -79,19 +85,19 @@ def _rotate(v, SIZE: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _store(
-    q, codes, start, columns, code_bytes,
+    q, v, codes, start, columns, code_bytes,
     BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
-    E_STEPS: tl.constexpr, NATIVE: tl.constexpr, P: tl.constexpr,
+    E_STEPS: tl.constexpr, MACHINE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a piece of quotients, two to a byte where they are short."""
-    found = element_code(q, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, NATIVE)
+    found = element_code(q, v, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE)
     if BITS == 8:
         at = start + tl.arange(0, P)
         tl.store(codes + at, found.to(tl.uint8), at < columns)
     else:
         low, high = tl.split(tl.reshape(found, (P // 2, 2)))
         at = start // 2 + tl.arange(0, P // 2)
-        tl.store(codes + at, (low | (high << 4)).to(tl.uint8), at < code_bytes)
+        tl.store(codes + at, ((low & 0xF) | (high << 4)).to(tl.uint8), at < code_bytes)
 
 
 @triton.jit
@@ -100,7 +106,7 @@ def _blocks(
     BLOCK: tl.constexpr, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr,
     E_MIN: tl.constexpr, E_STEPS: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MAX: tl.constexpr,
     S_FLOOR: tl.constexpr, S_NAN: tl.constexpr, S_TOP: tl.constexpr, S_MOST: tl.constexpr, TARGET: tl.constexpr,
-    NATIVE: tl.constexpr, P: tl.constexpr,
+    MACHINE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Scales and codes of a piece whose blocks each have a scale."""
     blocks = tl.reshape(v.to(tl.float32), (P // BLOCK, BLOCK))
@@ -110,16 +116,15 @@ def _blocks(
     )  # fmt: skip
     at = start // BLOCK + tl.arange(0, P // BLOCK)
     tl.store(scale + at, stored.to(scale.dtype.element_ty), at < scale_columns)
-    q = blocks * e[:, None] if S_MANTISSA == 0 else tl.div_rn(blocks, tl.broadcast_to(e[:, None], (P // BLOCK, BLOCK)))
-    q = tl.reshape(q, (P,))
-    _store(q, codes, start, columns, code_bytes, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, NATIVE, P)
+    q = tl.reshape(divide(blocks, e[:, None], E_MANTISSA, S_MANTISSA, MACHINE), (P,))
+    _store(q, v, codes, start, columns, code_bytes, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P)
 
 
 @triton.jit
 def _quantize_rows_kernel(
     x, residual, gain, h, codes, scale, tensor_amax, tensor,
     x_stride, residual_stride, columns, code_bytes, scale_columns, chunks, eps,
-    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, HADAMARD: tl.constexpr, NATIVE: tl.constexpr,
+    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, HADAMARD: tl.constexpr, MACHINE: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr,
     E_MIN: tl.constexpr, E_STEPS: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MAX: tl.constexpr,
@@ -139,11 +144,11 @@ def _quantize_rows_kernel(
     if P2 > 0:
         v2 = _load(x, residual, h, s2, columns, PROLOGUE, RESIDUAL, P2)
     if PROLOGUE == 1:
-        total = _squares(v0)
+        total = _squares(v0, P0)
         if P1 > 0:
-            total += _squares(v1)
+            total += _squares(v1, P1)
         if P2 > 0:
-            total += _squares(v2)
+            total += _squares(v2, P2)
         mean = tl.div_rn(total.to(tl.float32), columns.to(tl.float32))
         inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         v0 = _normal(v0, gain, inverse, start, columns, P0)
@@ -171,26 +176,26 @@ def _quantize_rows_kernel(
         stored, e = block_scale(largest, encode, decode, E_MAX, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN, S_TOP,
                                 S_MOST, TARGET)  # fmt: skip
         tl.store(scale, stored)
-        _store(tl.div_rn(v0.to(tl.float32), e), codes, start, columns, code_bytes,
-               BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, NATIVE, P0)  # fmt: skip
+        _store(divide(v0, e, E_MANTISSA, S_MANTISSA, MACHINE), v0, codes, start, columns, code_bytes,
+               BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P0)  # fmt: skip
         if P1 > 0:
-            _store(tl.div_rn(v1.to(tl.float32), e), codes, s1, columns, code_bytes,
-                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, NATIVE, P1)  # fmt: skip
+            _store(divide(v1, e, E_MANTISSA, S_MANTISSA, MACHINE), v1, codes, s1, columns, code_bytes,
+                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P1)  # fmt: skip
         if P2 > 0:
-            _store(tl.div_rn(v2.to(tl.float32), e), codes, s2, columns, code_bytes,
-                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, NATIVE, P2)  # fmt: skip
+            _store(divide(v2, e, E_MANTISSA, S_MANTISSA, MACHINE), v2, codes, s2, columns, code_bytes,
+                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P2)  # fmt: skip
     else:
         _blocks(v0, codes, scale, start, columns, code_bytes, scale_columns, encode, decode,
                 BLOCK, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN,
-                S_TOP, S_MOST, TARGET, NATIVE, P0)  # fmt: skip
+                S_TOP, S_MOST, TARGET, MACHINE, P0)  # fmt: skip
         if P1 > 0:
             _blocks(v1, codes, scale, s1, columns, code_bytes, scale_columns, encode, decode,
                     BLOCK, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN,
-                    S_TOP, S_MOST, TARGET, NATIVE, P1)  # fmt: skip
+                    S_TOP, S_MOST, TARGET, MACHINE, P1)  # fmt: skip
         if P2 > 0:
             _blocks(v2, codes, scale, s2, columns, code_bytes, scale_columns, encode, decode,
                     BLOCK, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN,
-                    S_TOP, S_MOST, TARGET, NATIVE, P2)  # fmt: skip
+                    S_TOP, S_MOST, TARGET, MACHINE, P2)  # fmt: skip
 
 
 def pieces(columns: int, least: int) -> tuple[int, int, int]:
@@ -226,8 +231,11 @@ def _facts(fmt: BlockFormat) -> dict[str, Any]:
     return facts(fmt)
 
 
-def _native(fmt: BlockFormat, device: torch.device) -> bool:
-    return fmt.element == E4M3 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _machine(fmt: BlockFormat, device: torch.device) -> int:
+    """0: the interpreter, whose multiply-add rounds twice; 1: a GPU; 2: one that converts to E4M3 by itself."""
+    if device.type != "cuda":
+        return 0
+    return 2 if fmt.element == E4M3 and torch.cuda.get_device_capability(device) >= (8, 9) else 1
 
 
 def _supports(
@@ -264,8 +272,8 @@ def _triton(
             flat, added, flat if gain is None else gain.contiguous(), h, codes, stored,
             flat if tensor_amax is None else tensor_amax, stored if tensor is None else tensor,
             flat.stride(0), added.stride(0), width, codes.shape[-1], scale.shape[-1], chunks, eps,
-            _PROLOGUES[prologue], residual is not None, hadamard, _native(fmt, x.device), *cut, **_facts(fmt),
-            MOST=scales.MAX_ENCODE, num_warps=warps,
+            _PROLOGUES[prologue], residual is not None, hadamard, _machine(fmt, x.device), *cut, **_facts(fmt),
+            MOST=scales.MAX_ENCODE, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     elif tensor_amax is not None and (second := scales.tensor_scale(fmt.rule, fmt, tensor_amax)) is not None:
         tensor = second.decode

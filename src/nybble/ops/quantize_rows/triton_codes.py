@@ -20,9 +20,12 @@ from nybble.quantize.scales import exponent_of
 
 _MANTISSA = tl.constexpr(FP32.mantissa_bits)
 _BIAS = tl.constexpr(FP32.bias)
-_INFINITY = tl.constexpr(((1 << FP32.exponent_bits) - 1) << FP32.mantissa_bits)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_SIGN = tl.constexpr(-0x80000000)
 _ONE, _TWO = tl.constexpr(1), tl.constexpr(2.0)  # as constants, so that the interpreter combines them with others
+_EXPONENT = tl.constexpr(((1 << FP32.exponent_bits) - 1) << FP32.mantissa_bits)
+_SMALL, _LARGE = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)  # beyond, quotients are taken of scaled numbers
+_UP, _DOWN = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)
 _TO_WHOLE = tl.constexpr(1.5 * 2.0**FP32.mantissa_bits)  # added to |x| < 2^22, the float32 adder rounds x to a whole
 
 
@@ -102,14 +105,14 @@ def block_scale(
     if S_MANTISSA == 0:
         rounded = (largest + (_ONE << (_MANTISSA - 2))) >> _MANTISSA  # the exponent, one more from 1.75 on
         exponent = tl.minimum(tl.maximum(rounded - _BIAS - S_TOP, -S_BIAS), S_MOST)
-        finite = largest < _INFINITY
+        finite = largest < _EXPONENT
         e = tl.where(finite, ((-exponent + _BIAS) << _MANTISSA).to(tl.float32, bitcast=True), float("nan"))
         stored = tl.where(finite, exponent + S_BIAS, S_NAN)
     else:
         scale = tl.div_rn(largest.to(tl.float32, bitcast=True), E_MAX)
         if TARGET > 0:
             scale = encode * scale
-        finite = magnitude_bits(scale) < _INFINITY
+        finite = magnitude_bits(scale) < _EXPONENT
         if S_MANTISSA == _MANTISSA:
             stored = tl.where(finite, tl.where(scale == 0, S_FLOOR, scale), float("nan"))
             e = stored
@@ -132,17 +135,76 @@ def tensor_scale(amax, TARGET: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def element_code(
-    q, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
-    E_STEPS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """The codes (int32, the low BITS) of quotients; NATIVE where the machine converts to E4M3 itself."""
-    if E_MANTISSA == 0:
-        whole = tl.minimum(tl.maximum(q, E_MIN), E_MAX) * E_STEPS
-        code = (whole + _TO_WHOLE).to(tl.int32, bitcast=True) & ((_ONE << BITS) - 1)
-    elif NATIVE:
-        code = q.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+def reciprocal(e):
+    """(f, e f, 1 / (e f) to nearest, what that lacks): what `quotient` needs of a divisor, f a power of two."""
+    f = tl.where(e < _SMALL, _UP, tl.where(e > _LARGE, _DOWN, 1.0))
+    scaled = e * f
+    high = tl.div_rn(1.0, scaled)
+    return f, scaled, high, tl.fma(-scaled, high, 1.0) * high
+
+
+@triton.jit
+def quotient(v, f, e, high, low):
+    """v f / e rounded to nearest, where a division would branch for every value.
+
+    v f (high + low) is within an ulp; its remainder is exact in a fused multiply-add, and one step with it rounds as
+    a division does (Markstein, IBM J. Res. Dev. 34, 1990). f keeps the remainder of every quotient that matters
+    above the smallest float32.
+    """
+    x = v * f
+    near = tl.fma(x, high, x * low)
+    return tl.fma(tl.fma(-near, e, x), high, near)
+
+
+@triton.jit
+def divide(v, e, E_MANTISSA: tl.constexpr, S_MANTISSA: tl.constexpr, MACHINE: tl.constexpr):
+    """v, or |v| for floats, by what `block_scale` gave, rounded to nearest; MACHINE is 0 in the interpreter."""
+    wide = v.to(tl.float32)
+    if E_MANTISSA > 0:
+        wide = tl.abs(wide)
+    if S_MANTISSA == 0:
+        q = wide * e
+    elif MACHINE == 0:
+        q = tl.div_rn(wide, tl.broadcast_to(e, wide.shape))
     else:
-        sign = (q.to(tl.int32, bitcast=True) >> (32 - BITS)) & (_ONE << (BITS - 1))
-        code = float_code(tl.minimum(tl.abs(q), E_MAX), E_MANTISSA, E_BIAS) | sign
+        f, scaled, high, low = reciprocal(e)
+        q = quotient(wide, f, scaled, high, low)
+    return q
+
+
+@triton.jit
+def element_code(
+    q, v, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
+    E_STEPS: tl.constexpr, MACHINE: tl.constexpr,
+):  # fmt: skip
+    """The codes (int32, for integers in the low BITS) of `divide`'s quotients of v; MACHINE is 2 where E4M3 is native.
+
+    A short float's code is a concave function of its magnitude, a straight line a power of two: the least of the
+    lines, each rounded to a whole, is the code. A longer one's magnitude is added to 2^(23 - M) times its own power
+    of two, where the float32 adder rounds it to M bits; below the smallest normal the power stays.
+    """
+    if E_MANTISSA == 0:
+        whole = tl.minimum(tl.maximum(q, E_MIN), E_MAX)
+        if E_STEPS != 1:
+            whole = whole * E_STEPS
+        code = (whole + _TO_WHOLE).to(tl.int32, bitcast=True)
+    else:
+        sign = v.to(tl.float32).to(tl.int32, bitcast=True) & _SIGN
+        if MACHINE == 2:
+            signed = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+            code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        elif BITS == 4:
+            a = tl.minimum(q, E_MAX)
+            code = (a * _TWO ** (E_MANTISSA + E_BIAS - 1) + _TO_WHOLE).to(tl.int32, bitcast=True)
+            for i in tl.static_range(1, (1 << (BITS - 1 - E_MANTISSA)) - 1):
+                line = tl.fma(a, _TWO ** (E_MANTISSA + E_BIAS - 1 - i), _TO_WHOLE + (i << E_MANTISSA))
+                code = tl.minimum(code, line.to(tl.int32, bitcast=True))
+            code |= (sign >> (32 - BITS)) & (_ONE << (BITS - 1))
+        else:
+            SHIFT: tl.constexpr = _MANTISSA - E_MANTISSA
+            FIRST: tl.constexpr = ((1 + _BIAS - E_BIAS) << E_MANTISSA) + (SHIFT << _MANTISSA)
+            a = tl.minimum(q, E_MAX)
+            power = tl.maximum(a, _TWO ** (1 - E_BIAS)).to(tl.int32, bitcast=True) & _EXPONENT
+            rounded = (a + (power + (SHIFT << _MANTISSA)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+            code = (rounded - power - FIRST + (power >> SHIFT)) | ((sign >> (32 - BITS)) & (_ONE << (BITS - 1)))
     return code
