@@ -57,7 +57,7 @@ LINEAR_EXACT = Op(
     agreement=Agreement(dict.fromkeys(shared.DTYPES, 0.0)),
     cases=shared.cases,
     cost=shared.cost("fp32"),
-    homes={"cpu": "nybble.ops.linear_exact.cpu"},
+    homes={"cpu": "nybble.ops.linear_exact.cpu", "cuda": "nybble.ops.linear_exact.cuda"},
     fallback=Implementation("linear_exact_torch", linear_exact_reference, lambda *args: None, native=True),
     promise="cross-machine",
 )

@@ -84,12 +84,12 @@ def _step(x: Tensor, w: Tensor) -> Step:
 
 
 def _turned(w: Tensor) -> list[Tensor]:
-    """[N, K] -> for each turn [run, chains, N] in float32: transposed in its own dtype, which is what torch does fast."""
+    """[N, K] -> for each turn [run, chains, N] in float32; transposed first, which torch does fast within a dtype."""
     n, k = w.shape
     wide = torch.empty((-(-k // RUN) * RUN, n))
     wide[:k] = w.t().contiguous()
     wide[k:] = 0
-    return [turn.view(-1, RUN, n).transpose(0, 1) for turn in wide.split(RUN * CHAINS)]
+    return [turn.view(-1, RUN, n).transpose(0, 1) for turn in wide.split(RUN * CHAINS)] if k else []
 
 
 def _run(x: Tensor, w: shared.Weight, bias: Tensor | None) -> Tensor:
@@ -111,10 +111,10 @@ def _run(x: Tensor, w: shared.Weight, bias: Tensor | None) -> Tensor:
 
 def _add_up(sums: Tensor, a: Tensor, b: list[Tensor], step: Step) -> None:
     """sums [tokens, chains, outputs] += the products, each chain's in its order."""
-    for turn, weights in enumerate(b):
+    for columns, weights in zip(a, b, strict=True):
         some = weights.shape[1]  # in the last turn not every chain has columns
         for column in range(RUN):
-            step(a[turn, column, :, :some], weights[column], sums[:, :some])
+            step(columns[column, :, :some], weights[column], sums[:, :some])
 
 
 IMPLEMENTATIONS = (Implementation("linear_exact_cpu", _run, lambda *args: None, native=True),)
