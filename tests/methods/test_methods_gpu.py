@@ -54,6 +54,7 @@ def batches() -> list[torch.Tensor]:
 def moved(one: Layer) -> Layer:
     """The same layer with the same statistics on the GPU."""
     seen = copy.deepcopy(one.inputs)
+    seen._factors.clear()
     for name, value in vars(seen).items():
         if isinstance(value, torch.Tensor):
             setattr(seen, name, value.cuda())
