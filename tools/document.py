@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from nybble.formats import BlockFormat, ElementFormat, FloatFormat, IntFormat, exact, rows
+from nybble.survey import plot, report
 from results import results, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -190,6 +192,15 @@ Generated from the declarations in `src/nybble/ops/` by `make docs`. The first i
 {table}
 """
 
+
+def picture() -> str:
+    """docs/survey.svg: the committed survey's plot; an image on its own needs the namespaces that a page leaves out."""
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / "cpu-2core" / "survey.json").read_text("utf-8"))
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    drawn = plot.svg(report.from_json(found), found["max_kl"])
+    return drawn.replace("<svg", f"<svg {spaces}", 1)
+
+
 DOCUMENTS: dict[str, Callable[[], str]] = {
     "formats.md": formats,
     "schemes.md": schemes,
@@ -209,6 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"docs/{name} is out of date: run `make docs`" if check else f"wrote docs/{name}")
         if not check:
             (DOCS / name).write_text(DOCUMENTS[name](), encoding="utf-8")
+    if not check:  # how glyphs are drawn depends on matplotlib's version, so pictures are not compared
+        (DOCS / "survey.svg").write_text(picture(), encoding="utf-8")
     return int(check and bool(old))
 
 

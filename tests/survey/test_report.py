@@ -60,6 +60,12 @@ def test_json_has_the_schema(tmp_path: Path) -> None:
     assert found["rows"][-1]["perplexity"] is None
 
 
+def test_json_comes_back(tmp_path: Path) -> None:
+    found = json.loads(json.dumps(report.as_json(result(2))))
+    found["machine"]["torch"] = IDENTITY.torch
+    assert report.as_json(report.from_json(found)) == found
+
+
 class Page(HTMLParser):
     """What a page refers to, and whether its tags close."""
 

@@ -86,18 +86,25 @@ def _legend(axes: Any, result: Result) -> None:
 
 def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
     timed = sorted((row for row in rows if row.speedup is not None), key=lambda row: row.speedup or 0)
+    width = 1.18 * max([1.0, *(max(row.speedup or 0, row.expected or 0) for row in timed)])
     for place, row in enumerate(timed):
         native = row.path == "native"
         face, hatch = (_BLUE, None) if native else ("white", "////")
         axes.barh(place, row.speedup, color=face, edgecolor=_BLUE, hatch=hatch, height=0.66, linewidth=1)
-        axes.text(row.speedup or 0, place, f" {row.speedup:.2f}x", va="center", fontsize=9, zorder=4,
+        end, mark = row.speedup or 0, row.expected or 0
+        end = mark + 0.02 * width if -0.02 * width < mark - end < 0.16 * width else end  # the label beyond the diamond
+        axes.text(end, place, f" {row.speedup:.2f}x", va="center", fontsize=9, zorder=4,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})  # fmt: skip
+    planned = [(row.expected, place) for place, row in enumerate(timed) if row.expected is not None]
+    if planned:
+        axes.plot(*zip(*planned, strict=True), "D", color=_GREY, markersize=4.5, zorder=5, label="planned")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.985), fontsize=9, handletextpad=0.1, frameon=False)
     axes.axvline(1, color=_GREY, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(timed)), [row.scheme for row in timed], fontsize=9)
     for tick, row in zip(axes.get_yticklabels(), timed, strict=True):
         if _is_chosen(row, result):
             tick.set(color=_RED, fontweight="bold")
-    axes.set_xlim(0, 1.18 * max([1.0, *(row.speedup or 0 for row in timed)]))
+    axes.set_xlim(0, width)
     axes.set_ylim(-0.7, max(len(timed), 1) - 0.3)
     axes.set_xlabel("tokens/s at batch 1 over the original's")
     axes.text(1, 0.02, f"original: {result.original.tokens_per_second:.1f} tokens/s ", rotation=90, color=_GREY,

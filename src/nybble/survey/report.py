@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from nybble.survey import plot, store
 from nybble.survey.live import cells, original_cells
 from nybble.survey.recommend import DEFAULT_MAX_KL
-from nybble.survey.rows import Result, Row, busy_note
+from nybble.survey.rows import Identity, Original, Recommendation, Result, Row, busy_note
 
 _HEADINGS = ("scheme", "bits/weight", "MB", "perplexity", "KL", "top-1", "tokens/s", "x original", "x planned", "path")
 
@@ -44,6 +45,24 @@ def as_json(result: Result, max_kl: float | None = None) -> dict[str, Any]:
         "rows": [row.as_dict() for row in result.rows],
         "recommendation": result.recommendation and result.recommendation.as_dict(),
     }
+
+
+def from_json(found: Mapping[str, Any]) -> Result:
+    """A survey as `as_json` wrote it; which files the model had is not in it."""
+    identity = Identity(
+        **{key: found[key] for key in ("nybble", "model", "text", "text_sha256", "tokens", "window", "seed", "device")},
+        torch=found["machine"]["torch"],
+        files=[],
+        dtype=found["reference"]["quality_dtype"],
+    )
+    advice = found["recommendation"]
+    return Result(
+        identity,
+        found["machine"],
+        Original.from_dict(found["reference"]),
+        [Row.from_dict(row) for row in found["rows"]],
+        advice and Recommendation.from_dict(advice),
+    )
 
 
 def page(result: Result, max_kl: float | None = None) -> str:
