@@ -70,8 +70,8 @@ class Tile:
     source, name, threads = _TILE, "linear_exact_tile", 256
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
-        """Blocks: tiles of tokens times tiles of outputs."""
-        return -(-m // (16 * self.tokens)) * -(-n // 128), 1
+        """Blocks: tiles of tokens, tiles of outputs."""
+        return -(-m // (16 * self.tokens)), -(-n // 128)
 
     @property
     def shared_bytes(self) -> int:

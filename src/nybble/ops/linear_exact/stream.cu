@@ -56,7 +56,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) linear_exact_stream(con
   float sum[ROWS][TOKENS] = {};
   const int mine = (p.K - lane * RUN + SPAN - 1) / SPAN;  // turns; none where the chain has no columns
   int turn = 0;
+#pragma unroll 1
   for (; turn + UNROLL <= mine; turn += UNROLL) turns<UNROLL>(sum, p, w, x, row0, turn);
+#pragma unroll 1
   for (; turn < mine; ++turn) turns<1>(sum, p, w, x, row0, turn);
 
 #pragma unroll

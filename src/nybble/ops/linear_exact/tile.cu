@@ -95,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
   extern __shared__ float4 shared[];
   float4 *totals = shared + threadIdx.x;
   float *x_tile = (float *)(shared + PIECES * THREADS), *w_tile = x_tile + 2 * STEP * X_STRIDE;
-  const int token_tiles = (p.M + ROWS_X - 1) / ROWS_X;
-  const int token0 = blockIdx.x % token_tiles * ROWS_X, row0 = blockIdx.x / token_tiles * OUTPUTS;
+  const int token0 = blockIdx.x * ROWS_X, row0 = blockIdx.y * OUTPUTS;
   const int runs = p.K / RUN, chains = min(runs, CHAINS);
   float sum[TOKENS][8] = {};
 #pragma unroll
