@@ -1,17 +1,21 @@
 """Run the judge over its museum and write docs/why/judge.md: `python benchmarks/judge.py [--seeds 20] [--only-write]`.
 
-Three measurements, kept in benchmarks/results/cpu/judge.json as they come, so that a run that was stopped goes on:
+Four measurements, kept in benchmarks/results/cpu/judge.json as they come, so that a run that was stopped goes on:
 every cheat and every honest kernel under N seeds; every check alone against every cheat; the naive grader of
-tests/naive.py.
+tests/naive.py; what both graders cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from collection import Exhibit, exhibits  # noqa: E402
+import torch  # noqa: E402
+
+import naive as naive_grader  # noqa: E402
+from collection import PROBLEMS, Exhibit, exhibits  # noqa: E402
 from nybble.judge import Zygote, judge  # noqa: E402
 from nybble.judge.checks import Check, all_checks  # noqa: E402
 
@@ -28,6 +35,8 @@ PAGE = ROOT / "docs" / "why" / "judge.md"
 MARKS = ("<!-- measured: {} -->", "<!-- end of {} -->")
 FOLDERS = ("honest", "cheats")
 ROUNDS = 2
+COSTLY = ("matmul", "linear_relu", "rmsnorm", "softmax_wide", "batchnorm_conv", "matmul_large", "matmul_slow")
+REPEATS = 3
 Rows = dict[str, Any]
 
 
@@ -95,6 +104,37 @@ def naive(store: Store) -> None:
             store.get(f"naive {folder} {e.label}", lambda line=line: json.loads(line)["passed"])
 
 
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+
+
+def cost(store: Store, zygote: Zygote) -> None:
+    """Seconds of both graders on problems that are their own candidates: as commands, and once they are started."""
+    for name in COSTLY:
+        store.get(f"cost {name}", lambda n=name: costs_of(PROBLEMS / f"{n}.py", zygote))
+
+
+def costs_of(problem: Path, zygote: Zygote) -> dict[str, float]:
+    """Medians, both graders in turn."""
+    here = {**os.environ, "OMP_NUM_THREADS": "1"}
+    commands = {"naive": [sys.executable, str(ROOT / "tests" / "naive.py")],
+                "judge": [sys.executable, "-m", "nybble", "judge", str(problem), f"{problem}:Model"]}  # fmt: skip
+    taken: dict[str, list[float]] = {}
+    for _ in range(REPEATS):
+        for who, command in commands.items():
+            start = time.monotonic()
+            subprocess.run(command, input=f"{problem} {problem}:Model\n", text=True, capture_output=True, check=True,
+                           env=here)  # fmt: skip
+            taken.setdefault(f"{who} command", []).append(time.monotonic() - start)
+        start = time.monotonic()
+        naive_grader.grade_apart(str(problem), str(problem), "Model")
+        taken.setdefault("naive", []).append(time.monotonic() - start)
+        taken.setdefault("judge", []).append(judge(str(problem), f"{problem}:Model", zygote=zygote).seconds)
+    return {who: round(statistics.median(seconds), 3) for who, seconds in taken.items()}
+
+
 def chosen(rows: Rows, start: str, inside: str = "") -> Rows:
     """The measurements whose key begins so."""
     return {k: v for k, v in rows.items() if k.startswith(start) and inside in k}
@@ -123,6 +163,21 @@ def shares(rows: Rows) -> str:
     ])  # fmt: skip
 
 
+def prices(rows: Rows) -> str:
+    """What both graders cost."""
+    head = ("problem", "naive command, s", "`nybble judge`, s", "ratio", "naive, started, s", "a verdict, s", "ratio")
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for name in COSTLY:
+        r = rows.get(f"cost {name}")
+        if r:
+            whole, inside = r["judge command"] / r["naive command"], r["judge"] / r["naive"]
+            lines.append(
+                f"| {name} | {r['naive command']:.1f} | {r['judge command']:.1f} | {whole:.1f} "
+                f"| {r['naive']:.2f} | {r['judge']:.1f} | {inside:.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def table(rows: Rows) -> str:
     """Which check alone catches which cheat."""
     names = [c.name for c in usual_checks()]
@@ -143,7 +198,7 @@ def catalogue(rows: Rows) -> str:
 def write(rows: Rows) -> None:
     """Put what was measured between its marks in the document."""
     text = PAGE.read_text()
-    for name, part in (("shares", shares), ("checks", catalogue), ("ablation", table)):
+    for name, part in (("shares", shares), ("cost", prices), ("checks", catalogue), ("ablation", table)):
         head, _, rest = text.partition(MARKS[0].format(name))
         _, end, tail = rest.partition(MARKS[1].format(name))
         text = f"{head}{MARKS[0].format(name)}\n{part(rows)}\n{end}{tail}"
@@ -158,8 +213,10 @@ def main() -> None:
     options = parser.parse_args()
     store = Store()
     if not options.only_write:
+        store.get("machine", machine)
         naive(store)
         zygote = Zygote()
+        cost(store, zygote)
         ablation(store, zygote)
         verdicts(store, zygote, options.seeds)
         zygote.close()

@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"formats", "quantize", "ops", "methods", "checkpoints", "machine"},
     "judge": {"ops:declarations"},
     "planner": {"formats", "quantize", "ops:declarations", "machine", "costs"},
-    "bench": {"formats", "quantize", "ops", "machine"},
+    "bench": {"formats", "quantize", "ops", "machine", "judge"},
     "survey": {"formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine"},
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}

@@ -1,6 +1,7 @@
 """`nybble bench linear`: our kernels beside cuBLAS and rivals, on this GPU.
 
-No time without a check: every output that was timed is compared with the reference by the op's own agreement, and a
+No time without a check: first the judge asks its questions about the answer on the op's declared cases of the formats
+(nybble.judge.gate), then every output that was timed is compared with the reference by the op's own agreement; either's
 failure ends the run. Times are medians over several replays of a CUDA graph that calls the kernel on one copy of the
 weight after the other, enough copies that none is still in the L2 cache; inputs are random; ratios are to cuBLAS in
 bf16 (or fp16) on the same machine in the same minute. A result faster than the weight can be read is an error.
@@ -32,8 +33,9 @@ from torch import Tensor
 from nybble.bench import rivals
 from nybble.errors import BadInput, Mismatch
 from nybble.formats import table
+from nybble.judge.gate import admit
 from nybble.ops._choose import choose
-from nybble.ops.linear import LINEAR, linear
+from nybble.ops.linear import CASE_FORMATS, LINEAR, linear
 from nybble.quantize import QuantTensor, quantize
 
 SHAPES = {
@@ -125,6 +127,19 @@ def _contenders(
     yield chosen.name, len(copies), lambda i: linear(x, copies[i]), True
     if with_rivals:
         yield from rivals.contenders(w, x, original, _copies(w.nbytes))
+
+
+def laid_out(x: Tensor, w: QuantTensor, *rest: Any) -> Tensor:
+    """`linear` as it is timed here: on the weight in the layout that the chosen implementation wants."""
+    layout = choose(LINEAR, x.device.type, x, w, *rest).layout(w)
+    return linear(x, w if layout is None else w.to_layout(layout), *rest)
+
+
+def judged(formats: list[str], device: str = "cuda") -> str:
+    """A line about the judge's verdict on the cases of these formats; Mismatch where it is not correct."""
+    asked = [name for name in formats if name in CASE_FORMATS]
+    verdict = admit(LINEAR.name, f"{__name__}:laid_out", device, [f"{name}-" for name in asked])
+    return f"judged correct in {verdict.seconds:.0f} s, seed {verdict.seed}: {', '.join(asked) or 'all formats'}"
 
 
 def measure(
@@ -242,6 +257,7 @@ def main(arguments: list[str]) -> int:
     bandwidth = copy_bandwidth()
     result = {**machine(), "commit": options.commit or _commit(), "copy_tb_per_s": bandwidth, "rows": []}
     _say(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
+    _say(judged(formats))
     for shape in _weights(options.shapes):
         for m in tokens:
             for row in measure(shape, m, formats, dtype, options.rivals, bandwidth):

@@ -173,7 +173,7 @@ def _replaced(value: Tensor, at: int, new: float) -> Tensor:
 
 
 def _resized(v: Any, old: int, new: int, g: Generator) -> Any:
-    if not isinstance(v, Tensor):
+    if not isinstance(v, Tensor) or not v.numel():
         return v
     shape = [new if n == old else n for n in v.shape]
     flat = v.reshape(-1)

@@ -1,8 +1,9 @@
 """nybble's own ops as problems: `op:linear` has the reference, the cases and the agreement that the op declares.
 
-One case of the op, chosen by the seed, is the problem's input; its plain tensors are drawn anew for each question,
-and quantized weights stay. Others of its cases are asked as other shapes. The candidate is a function with the op's
-arguments, such as `nybble.ops.linear:linear` itself or a kernel that wants to replace it.
+`op:linear/nvfp4,mxfp4` has those of its cases whose label begins with one of these words. One case, chosen by the
+seed, is the problem's input; its plain tensors are drawn anew for each question, and quantized weights stay. Others of
+its cases are asked as other shapes. The candidate is a function with the op's arguments, such as
+`nybble.ops.linear:linear` itself or a kernel that wants to replace it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class OpProblem(Problem):
     """An op's declaration in a problem's clothes."""
 
     def __init__(self, spec: str, device: str = "cpu") -> None:
-        self.spec, self.device, self.path = spec, device, f"nybble.ops.{spec.removeprefix(PREFIX)}"
+        place, _, words = spec.removeprefix(PREFIX).partition("/")
+        self.spec, self.device, self.path = spec, device, f"nybble.ops.{place}"
         try:
             self.module = import_module(self.path)
         except ImportError as error:
@@ -44,13 +46,20 @@ class OpProblem(Problem):
         self.op, self.name = ops[0], ops[0].name
         self.make = self.op.reference
         self.function, self.model, self.init, self.state = True, self.op.reference, [], {}
-        self.all_cases = [args for _, args in self.op.cases(device) if any(_wide(v) for v in args)]
+        asked = [args for label, args in self.op.cases(device) if label.startswith(tuple(words.split(",")))]
+        self.all_cases = [args for args in asked if any(_wide(v) for v in args)]
+        if not self.all_cases:
+            raise BadInput(f"{spec}: {self.name} declares no case that begins with {words!r}")
         self.given: tuple[Any, ...] = self.all_cases[0]
 
     def build(self, seed: int) -> None:
         """Choose the case."""
         large = [args for args in self.all_cases if any(_wide(v) and v.numel() >= _LARGE for v in args)]
         self.given = random.Random(seed_of(seed, "case")).choice(large or self.all_cases)
+        result = self.op.reference(*copy.deepcopy(self.given))
+        odd = [v for v in (result if isinstance(result, list | tuple) else [result]) if not isinstance(v, Tensor)]
+        if odd:
+            raise BadInput(f"{self.spec}: its result is a {type(odd[0]).__name__}, and answers are compared as tensors")
 
     def inputs(self, seed: int) -> list[Any]:
         """The case's arguments, its plain floating tensors drawn anew."""
