@@ -38,7 +38,7 @@ def test_json_has_the_schema(tmp_path: Path) -> None:
     report.write_all(result(2), tmp_path)
     found = json.loads((tmp_path / store.RESULT).read_text())
     assert {"nybble", "model", "device", "text", "tokens", "reference", "rows", "recommendation"} <= set(found)
-    assert found["recommendation"] == {"scheme": "SCHEME_1", "reason": "Because 1 < 2."}
+    assert found["recommendation"] == {"scheme": "SCHEME_1", "reason": "Because 1 < 2.", "method": "rtn"}
     assert {"perplexity", "bytes", "tokens_per_second"} <= set(found["reference"])
     keys = {
         "scheme",

@@ -158,10 +158,28 @@ def test_rows_are_added_to_a_survey(place: Path) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("method", ["gptq", "hadamard", "smoothquant+gptq"])
 def test_methods_that_change_more_than_linears_decode_as_they_evaluate(place: Path, method: str) -> None:
-    (row,) = survey(request(place, f"by {method}", schemes=("W4A16_G32",), method=method), Watch()).rows
+    (row,) = survey(request(place, f"by {method}", schemes=("W4A16_G32",), methods=[method]), Watch()).rows
     assert row.method == method
     assert row.tokens_per_second is not None, row.why
     assert row.kl is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_several_methods_stand_beside_each_other(place: Path) -> None:
+    asked = request(place, "methods", schemes=("W4A16_G32", "W8A8"), methods=("rtn", "gptq", "schur"), max_kl=9.0)
+    result = survey(asked, Watch())
+    found = {(row.scheme, row.method): row for row in result.rows}
+    assert list(found) == [(s, m) for s in ("W4A16_G32", "W8A8") for m in ("rtn", "gptq", "schur")]
+    assert found["W8A8", "schur"].path == "refused", "its scales reach over whole rows"
+    kl = {m: found["W4A16_G32", m].kl for m in ("rtn", "gptq", "schur")}
+    assert kl["schur"] < kl["rtn"]
+    assert all(row.quantize_seconds < row.seconds for row in result.rows if row.path != "refused")
+    page = (place / "methods" / store.PAGE).read_text(encoding="utf-8")
+    assert "W4A16_G32 schur" in page
+    assert page.count("quantized in") == 3, "of rows that learned and could be had"
+    kept = Watch()
+    survey(replace(asked, methods=("rtn",)), kept)
+    assert kept.rows == [("W4A16_G32", True), ("W8A8", True)], "a method's rows do not depend on the others'"
 
 
 @pytest.mark.usefixtures("quick")

@@ -104,7 +104,8 @@ def _bench(options: argparse.Namespace) -> int | None:
 def _add_survey(p: _Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL)
     p.add_argument("--schemes", nargs="+", metavar="SCHEME", help="which, separated by spaces or commas (default: 22)")
-    p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
+    p.add_argument("--methods", "--method", type=_names, default=["rtn"], metavar="METHOD,METHOD,…",
+                   help="how weights are rounded, each with every scheme (default: rtn, to nearest)")  # fmt: skip
     p.add_argument(
         "--tokens", type=_count, default=4096, help="of the text's end to measure quality on (default: 4096)"
     )
@@ -256,6 +257,10 @@ def _positive(text: str) -> float:
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _names(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _size(text: str) -> int:

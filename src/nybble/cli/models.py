@@ -52,7 +52,7 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     request = Request(
         options.model,
         names,
-        options.method,
+        options.methods,
         options.tokens,
         options.text,
         options.device,
@@ -73,7 +73,7 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     if note := busy_note(result.rows):
         console.print(f"\n{note}", soft_wrap=True)
     if advice is not None:
-        console.print(f"\nrecommended: {advice.scheme}\n{advice.reason}", soft_wrap=True)
+        console.print(f"\nrecommended: {advice.label}\n{advice.reason}", soft_wrap=True)
     console.print(f"\nwritten: {options.out / RESULT}, {options.out / PAGE}", soft_wrap=True)
 
 

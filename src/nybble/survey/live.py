@@ -18,7 +18,7 @@ HEADINGS = ("scheme", "bits", "MB", "perplexity", "KL", "top-1", "tok/s", "ratio
 def cells(row: Row) -> tuple[str, ...]:
     """A row as the table shows it."""
     return (
-        row.scheme,
+        row.label,
         _number(row.bits_per_weight, ".2f"),
         "–" if row.bytes is None else megabytes(row.bytes),
         _number(row.perplexity, ".2f" if (row.perplexity or 0) < 1e4 else ".1e"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nybble import machine
 from nybble.errors import BadInput, Mismatch, Unsupported
 from nybble.methods import Settings, quantize_, record
+from nybble.methods.compose import plan
 from nybble.methods.select import select
 from nybble.models.decode import Speed, race
 from nybble.models.evaluate import Reference, by_definition, evaluate, reference
@@ -45,6 +46,7 @@ class Bench:
         copies: the original in each dtype that decoding may use, by the dtype's name.
         windows: int64 [n] each, what quality is measured on.
         calibration: int64 [1, n] each, none of them part of the windows; may be empty.
+        lessons: more of the same, for methods that learn from them.
         seed: for methods that draw numbers.
         reference: the original's predictions.
         original: its figures.
@@ -54,6 +56,7 @@ class Bench:
     copies: Mapping[str, nn.Module]
     windows: Sequence[Tensor]
     calibration: Sequence[Tensor]
+    lessons: Sequence[Tensor]
     seed: int
     reference: Reference
     original: Original
@@ -78,12 +81,13 @@ def prepare(
     seed: int = 0,
     known: Original | None = None,
     tell: Tell = lambda text: None,
+    lessons: Sequence[Tensor] = (),
 ) -> Bench:
     """Measure the original.
 
     Args:
         model: not quantized, in the dtype quality is measured in.
-        windows, calibration, seed: see Bench.
+        windows, calibration, seed, lessons: see Bench.
         dtypes: what the original may decode in; the fastest is taken.
         known: its figures if they were measured in an earlier run; then only its predictions are computed again.
         tell: called with what is being done.
@@ -100,7 +104,7 @@ def prepare(
         speeds = race(copies, windows[-1][:_PROMPT])
         best = max(copies, key=lambda name: speeds[name].tokens_per_second)
         known = _original(model, kept, speeds[best], best)
-    return Bench(model, copies, windows, calibration, seed, kept, known)
+    return Bench(model, copies, windows, calibration, lessons or calibration, seed, kept, known)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -150,8 +154,9 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
     """
     begin, scheme = time.perf_counter(), find_scheme(name)
     try:
-        tell(f"{scheme.name}: quantizing")
+        tell(f"{scheme.name}: quantizing by {method}")
         model = _quantized(bench, scheme, method)
+        quantized = time.perf_counter()
         tell(f"{scheme.name}: quality")
         with by_definition(model):
             progress = lambda done, total: tell(f"{scheme.name}: quality {done}/{total}")  # noqa: E731
@@ -179,6 +184,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         dtype=dtype,
         busy=machine.busy(),
         window_path=window_path,
+        quantize_seconds=quantized - begin,
         expected=expect.speedup(bench.model, scheme, _IGNORE),
         **speeds,
     )
@@ -187,7 +193,8 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
 def _quantized(bench: Bench, scheme: Scheme, method: str) -> nn.Module:
     """The model in this scheme; parameters that the method leaves alone are shared with the original."""
     device = next(bench.model.parameters()).device
-    batches = [{"input_ids": ids.to(device)} for ids in bench.calibration] or None
+    chosen = bench.lessons if plan(method).needs_batches else bench.calibration
+    batches = [{"input_ids": ids.to(device)} for ids in chosen] or None
     settings = Settings(seed=bench.seed)
     return quantize_(share(bench.model), scheme, method, ignore=_IGNORE, calibration=batches, config=settings)
 

@@ -56,6 +56,9 @@ def _quality(axes: Any, rows: Sequence[Row], result: Result, max_kl: float) -> N
                   zorder=4 if native else 3)  # fmt: skip
         if chosen:
             axes.plot(_mb(row), _kl(row), "o", markersize=16, markerfacecolor="none", markeredgecolor=_RED, mew=1.8)
+    for scheme in dict.fromkeys(row.scheme for row in rows):  # what methods buy: one line down
+        mine = [row for row in rows if row.scheme == scheme]
+        axes.plot([_mb(row) for row in mine], [_kl(row) for row in mine], color=_BLUE, linewidth=1, zorder=2)
     axes.set_yscale("log")
     axes.margins(0.12, 0.1)
     original = result.original.bytes / 1e6
@@ -100,7 +103,7 @@ def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
         axes.plot(*zip(*planned, strict=True), "D", color=_GREY, markersize=4.5, zorder=5, label="planned")
         axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.985), fontsize=9, handletextpad=0.1, frameon=False)
     axes.axvline(1, color=_GREY, linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(timed)), [row.scheme for row in timed], fontsize=9)
+    axes.set_yticks(range(len(timed)), [row.label for row in timed], fontsize=9)
     for tick, row in zip(axes.get_yticklabels(), timed, strict=True):
         if _is_chosen(row, result):
             tick.set(color=_RED, fontweight="bold")
@@ -116,7 +119,7 @@ def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
 def _label(axes: Any, rows: Sequence[Row]) -> None:
     """Write each scheme's name beside its point."""
     points = [tuple(axes.transData.transform((_mb(row), _kl(row)))) for row in rows]
-    texts = [axes.annotate(row.scheme, (0, 0), xycoords="figure pixels", fontsize=9) for row in rows]
+    texts = [axes.annotate(_name(row), (0, 0), xycoords="figure pixels", fontsize=9) for row in rows]
     sizes = [(box.width, box.height) for box in (text.get_window_extent() for text in texts)]
     taken = [_box(axes.get_legend().get_window_extent())]
     taken += [_box(text.get_window_extent()) for text in axes.texts if text not in texts]
@@ -131,6 +134,12 @@ def _label(axes: Any, rows: Sequence[Row]) -> None:
             axes.plot(line[:, 0], line[:, 1], color=_GREY, linewidth=0.7, zorder=2, scalex=False, scaley=False)
         where = back.transform((x, y + height / 2))
         axes.annotate(text.get_text(), where, fontsize=9, va="center", zorder=5, annotation_clip=False)
+
+
+def _name(row: Row) -> str:
+    """A row's label, and what its method cost."""
+    cost = row.quantize_seconds
+    return row.label if row.method == "rtn" or cost is None else f"{row.label}, {cost / 60:.1f} min"
 
 
 def place(
@@ -216,7 +225,7 @@ def _box(extent: Any) -> Box:
 
 
 def _is_chosen(row: Row, result: Result) -> bool:
-    return result.recommendation is not None and row.scheme == result.recommendation.scheme
+    return result.recommendation is not None and result.recommendation.names(row)
 
 
 def _mb(row: Row) -> float:

@@ -40,7 +40,7 @@ def recommend(
     keep = _fits(original.bytes, max_bytes)
     best = _fastest(native, floor=1.0 if keep else 0.0)
     if best is not None:
-        return Recommendation(best.scheme, _praise(best, original, limit, max_bytes))
+        return Recommendation(best.scheme, _praise(best, original, limit, max_bytes), best.method)
     if keep:
         return Recommendation(ORIGINAL, _keep(small, good, native, original, limit))
     if good:
@@ -62,7 +62,7 @@ def _fastest(rows: Sequence[Row], floor: float) -> Row | None:
 def _praise(row: Row, original: Original, limit: float, max_bytes: int | None) -> str:
     fitting = f" and {_mb(max_bytes)}" if max_bytes is not None else ""
     return (
-        f"{row.scheme} is {_smaller(row, original)}, decodes {row.speedup:.2f}x as fast as the original "
+        f"{row.label} is {_smaller(row, original)}, decodes {row.speedup:.2f}x as fast as the original "
         f"({row.tokens_per_second:.1f} tokens/s, native) and stays {_cost(row, original)}: "
         f"the fastest within KL {limit:g}{fitting}, and the smallest of those as fast."
     )
@@ -71,13 +71,13 @@ def _praise(row: Row, original: Original, limit: float, max_bytes: int | None) -
 def _keep(small: Sequence[Row], good: Sequence[Row], native: Sequence[Row], original: Original, limit: float) -> str:
     if not good:
         nearest = min(small, key=lambda row: row.kl or 0, default=None)
-        found = f"; the nearest is {nearest.scheme}, {_cost(nearest, original)}" if nearest else ""
+        found = f"; the nearest is {nearest.label}, {_cost(nearest, original)}" if nearest else ""
         return f"Keep the original: no scheme stays within KL {limit:g}{found}. Raise --max-kl to accept more."
     least = min(native or good, key=lambda row: (row.bytes or 0, row.kl or 0))
     speed = f"{least.speedup:.2f}x as fast" if least.speedup is not None else "of unknown speed"
     how = "native" if native else "only emulated here"
     return (
-        f"Keep the original: nothing within KL {limit:g} decodes as fast here. If bytes matter more, {least.scheme} is "
+        f"Keep the original: nothing within KL {limit:g} decodes as fast here. If bytes matter more, {least.label} is "
         f"{_smaller(least, original)} and stays {_cost(least, original)}, but is {speed} ({how}); "
         f"--max-bytes asks for it."
     )
@@ -88,8 +88,9 @@ def _emulated(good: Sequence[Row], original: Original, limit: float, max_bytes: 
     speed = f"{row.speedup:.2f}x the original's speed" if row.speedup is not None else "an unknown speed"
     return Recommendation(
         row.scheme,
-        f"{row.scheme} is the best within KL {limit:g} and {_mb(max_bytes)} ({_smaller(row, original)}, "
+        f"{row.label} is the best within KL {limit:g} and {_mb(max_bytes)} ({_smaller(row, original)}, "
         f"{_cost(row, original)}), but it is emulated here, at {speed}: it saves bytes on disk, not time.",
+        row.method,
     )
 
 
@@ -97,10 +98,10 @@ def _nothing(rows: Sequence[Row], small: Sequence[Row], original: Original, limi
     measured = [row for row in rows if row.kl is not None]
     if small:
         row = min(small, key=lambda row: row.kl or 0)
-        found = f"the best that fits is {row.scheme}, {_cost(row, original)}"
+        found = f"the best that fits is {row.label}, {_cost(row, original)}"
     elif measured:
         row = min(measured, key=lambda row: row.bytes or 0)
-        found = f"the smallest is {row.scheme} with {_mb(row.bytes)}"
+        found = f"the smallest is {row.label} with {_mb(row.bytes)}"
     else:
         found = "no scheme could be measured"
     return (

@@ -95,8 +95,14 @@ def page(result: Result, max_kl: float | None = None) -> str:
 
 
 def _row(row: Row, result: Result) -> str:
-    chosen = result.recommendation is not None and row.scheme == result.recommendation.scheme
-    return _line("chosen" if chosen else "", (*cells(row)[:-1], row.path), row.why)
+    chosen = result.recommendation is not None and result.recommendation.names(row)
+    return _line("chosen" if chosen else "", (*cells(row)[:-1], row.path), _why(row))
+
+
+def _why(row: Row) -> str:
+    """The reason for its path, and what its method took."""
+    took = "" if row.method == "rtn" or row.quantize_seconds is None else f"{row.quantize_seconds / 60:.2f} min"
+    return "; ".join(filter(None, [row.why, took and f"quantized in {took}"]))
 
 
 def _line(kind: str, shown: tuple[str, ...], why: str) -> str:

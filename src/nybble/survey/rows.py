@@ -127,7 +127,7 @@ class Row(_Plain):
         window_path: the same for a whole window of tokens.
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
-        seconds: what the row took to measure.
+        seconds: what the row took to measure, of which quantizing took `quantize_seconds`.
         expected: the speedup that the planner predicts of the best kernel (survey/expect.py).
         busy: whether others used the machine while speed was measured, so that it is unsteady.
     """
@@ -148,15 +148,31 @@ class Row(_Plain):
     dtype: str | None = None
     busy: bool = False
     window_path: Service | None = None
+    quantize_seconds: float | None = None
     expected: float | None = None
+
+    @property
+    def label(self) -> str:
+        """What to call it: the scheme, and the method where it is not rounding to nearest."""
+        return self.scheme if self.method == "rtn" else f"{self.scheme} {self.method}"
 
 
 @dataclass(frozen=True)
 class Recommendation(_Plain):
-    """One scheme ("original" to keep the model as it is) and a sentence with the reason."""
+    """One scheme ("original" to keep the model as it is), a sentence with the reason, and the method."""
 
     scheme: str
     reason: str
+    method: str = "rtn"
+
+    @property
+    def label(self) -> str:
+        """What to call it, as `Row.label`."""
+        return self.scheme if self.method == "rtn" else f"{self.scheme} {self.method}"
+
+    def names(self, row: Row) -> bool:
+        """Whether it is this row."""
+        return (row.scheme, row.method) == (self.scheme, self.method)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Request:
     Attributes:
         model: a Hugging Face directory, a .gguf file, or "smollm2-135m".
         schemes: names, in the order of the table.
-        method: how weights are rounded.
+        methods: how weights are rounded, each with every scheme.
         tokens: how many of the text's last tokens quality is measured on.
         text: a UTF-8 file, or None for the default text.
         device: "cpu", "cuda", "cuda:1"; None takes a GPU where there is one.
@@ -47,7 +47,7 @@ class Request:
 
     model: str
     schemes: Sequence[str] = DEFAULT_SCHEMES
-    method: str = "rtn"
+    methods: Sequence[str] = ("rtn",)
     tokens: int = 4096
     text: str | None = None
     device: str | None = None
@@ -82,7 +82,9 @@ def survey(request: Request, display: Display) -> Result:
         NybbleError: anything in the request that cannot be worked with; rows that are finished stay.
     """
     names = list(dict.fromkeys(find_scheme(name).name for name in request.schemes))
-    plan(request.method)
+    pairs = [(name, method) for name in names for method in dict.fromkeys(request.methods)]
+    for method in request.methods:
+        plan(method)
     if request.dtype not in ("auto", *DTYPES):
         raise UnknownName("dtype", request.dtype, ["auto", *DTYPES])
     source, text, device = resolve(request.model), texts.read_text(request.text), machine.find_device(request.device)
@@ -102,8 +104,8 @@ def survey(request: Request, display: Display) -> Result:
     )
     store = Store(request.out, identity)
     store.open(request.force)
-    display.begin(f"{request.model} on {here.name}", len(names))
-    original, rows = _rows(request, names, text, device, store, display)
+    display.begin(f"{request.model} on {here.name}", len(pairs))
+    original, rows = _rows(request, pairs, text, device, store, display)
     result = Result(identity, here.as_dict(), _steady(original, rows), rows)
     result = replace(result, recommendation=recommend(rows, result.original, request.max_kl, request.max_bytes))
     report.write_all(result, request.out, request.max_kl)
@@ -111,11 +113,16 @@ def survey(request: Request, display: Display) -> Result:
 
 
 def _rows(
-    request: Request, names: list[str], text: texts.Text, device: torch.device, store: Store, display: Display
+    request: Request,
+    pairs: list[tuple[str, str]],
+    text: texts.Text,
+    device: torch.device,
+    store: Store,
+    display: Display,
 ) -> tuple[Original, list[Row]]:
     """Every row, from the folder or measured now; the model is loaded only if something is missing."""
     original = store.original()
-    found = {name: store.row(name, request.method) for name in names}
+    found = {pair: store.row(*pair) for pair in pairs}
     bench = None
     if original is None or None in found.values():
         bench = _bench(request, text, device, original, display)
@@ -123,13 +130,13 @@ def _rows(
         store.save_original(original)
     display.original(original)
     rows = []
-    for name in names:
-        row = found[name]
+    for pair in pairs:
+        row = found[pair]
         if row is None and bench is not None:
-            row = measure.measure(bench, name, request.method, display.step)
+            row = measure.measure(bench, *pair, display.step)
             store.save(row)
         if row is not None:
-            display.row(row, kept=found[name] is not None)
+            display.row(row, kept=found[pair] is not None)
             rows.append(row)
     return original, rows
 
@@ -147,9 +154,10 @@ def _bench(
     dtype = next(model.parameters()).dtype
     choices = [dtype] if request.dtype != "auto" or device.type != "cpu" else [torch.float32, torch.bfloat16]
     windows = texts.split(ids, request.tokens, window, text.name)
-    many = plan(request.method).needs_batches
-    calibration = texts.calibration(ids, request.tokens, texts.LEARNING if many else texts.RANGES, min(512, window))
-    return measure.prepare(model, windows, calibration, choices, request.seed, known, display.step)
+    few, many = (
+        texts.calibration(ids, request.tokens, count, min(512, window)) for count in (texts.RANGES, texts.LEARNING)
+    )
+    return measure.prepare(model, windows, few, choices, request.seed, known, display.step, many)
 
 
 def _positions(model: nn.Module) -> int:
