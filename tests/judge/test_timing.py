@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from collection import PROBLEMS
-from nybble.judge import roofline, timing
+from nybble.judge import Zygote, judge, roofline, timing
 from nybble.judge.problem import Problem
 from nybble.judge.timing import Race
 
@@ -87,3 +88,16 @@ def test_bytes_that_do_not_matter_are_not_counted() -> None:
     assert bound.flops == 2 * 64 * 128 * 96
     assert bound.seconds > 0
     assert bound.nbytes >= 64 * 96 * torch.float32.itemsize
+
+
+def test_a_baseline_that_fails_is_not_the_candidates_fault(zygote: Zygote, tmp_path: Path) -> None:
+    """The reference gives up after some calls, when the race has begun."""
+    lines = ["import torch", "calls = 0", "class Model(torch.nn.Module):", "    def forward(self, x):",
+             "        global calls", "        calls += 1", "        if calls > 400: raise MemoryError('spent')",
+             "        return 2 * x", "class ModelNew(torch.nn.Module):", "    def forward(self, x): return x + x",
+             "def get_inputs(): return [torch.randn(8, 9)]"]  # fmt: skip
+    (tmp_path / "p.py").write_text("\n".join(lines) + "\n")
+    verdict = judge(f"{tmp_path}/p.py", f"{tmp_path}/p.py", zygote=zygote, checks=["timed"], rounds=8, seed=1)
+    assert verdict.correct, verdict.text()
+    assert "spent" in verdict.text()
+    assert not verdict.ratios

@@ -89,15 +89,19 @@ def race(trial: Trial) -> Race:
             subject.set_state(trial.problem.state)
         result.findings += _burst(trial)
         calls = result.calls = _calls(trial, subjects)
-        order, draw = list(subjects), random.Random(seed_of(trial.seed, "race"))
+        draw = random.Random(seed_of(trial.seed, "race"))
         start = time.monotonic()
         for number in range(trial.rounds + 1):  # the first is a warm-up, checked like the others
             if number > _FEWEST and time.monotonic() - start > _PATIENCE:
                 break
-            draw.shuffle(order)
             inputs = [trial.problem.inputs(seed_of(trial.seed, f"race {number} {i}")) for i in range(calls)]
-            for name in order:
-                _round(trial, subjects[name], name, inputs, number, draw, result)
+            for name in draw.sample(list(subjects), len(subjects)):
+                try:
+                    _round(trial, subjects[name], name, inputs, number, draw, result)
+                except (CandidateError, Ended) as error:
+                    if name == "candidate":
+                        raise
+                    result.findings.append(_absent(name, error, subjects.pop(name).candidate))
         result.resolution = 1e3 * _empty(trial) if trial.device == "cpu" else 0.0
     for kept in (result.times, result.handing):
         kept.update({name: times[1:] for name, times in kept.items()})
@@ -116,9 +120,15 @@ def _baseline(trial: Trial, name: str, stack: ExitStack) -> Trial | Finding:
         subject = replace(trial, candidate=process, path=path, name=trial.problem.name)
         subject.load()
         subject.build(name)
+        subject.put(trial.problem.inputs(seed_of(trial.seed, "calibrate")), "r0")
+        subject.candidate.ask("timed", slots=["r0"], seconds=process.limits.start_seconds)  # compiles or captures
     except (CandidateError, Ended) as error:
-        return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}", process.last_words())
+        return _absent(name, error, process)
     return subject
+
+
+def _absent(name: str, error: Exception, process: Candidate) -> Finding:
+    return Finding("timed", "note", f"the baseline {name!r} does not run here: {error}", process.last_words())
 
 
 def _burst(trial: Trial) -> list[Finding]:
@@ -143,9 +153,7 @@ def _calls(trial: Trial, subjects: dict[str, Trial]) -> int:
     for subject in subjects.values():
         for i in range(max(2, fits)):
             subject.put(case, f"r{i}")
-        subject.candidate.ask(
-            "timed", slots=["r0", "r1"], seconds=subject.candidate.limits.start_seconds
-        )  # compiles or captures, perhaps
+        subject.candidate.ask("timed", slots=["r0", "r1"], seconds=subject.candidate.limits.start_seconds)
         slowest = max(slowest, _go(subject, 2) / 2)
         shared |= bool(subject.candidate.ask("shared")[0]["shared"])
     for subject in subjects.values():

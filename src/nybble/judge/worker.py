@@ -327,8 +327,10 @@ def serve(channel: socket.socket, device: str, fence: int = _FENCE) -> None:
 
 
 def main() -> None:
-    """Serve the channel and device named by the arguments, without fences: for a tool that watches every access."""
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], fence=0)
+    """Serve the socket at the place and the device named by the arguments, without fences: for a tool that watches."""
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(sys.argv[1])
+    serve(channel, sys.argv[2], fence=0)
 
 
 def _explain(error: Exception) -> dict[str, Any]:

@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +38,44 @@ def run(trial: Trial) -> Iterator[Finding]:
     if tool is None:
         yield Finding("sanitizer", "note", f"there is no {TOOL} on the PATH: not run")
         return
-    ours, theirs = socket.socketpair()
-    command = [tool, "--tool", "memcheck", "--error-exitcode", str(_FOUND), sys.executable, "-m", "nybble.judge.worker",
-               str(theirs.fileno()), trial.device]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="nybble-judge-") as folder, open(Path(folder) / "report", "w+") as report:
+        door = f"{folder}/channel"  # a place, since the tool may close descriptors that are not its own
+        command = [tool, "--tool", "memcheck", "--error-exitcode", str(_FOUND), sys.executable, "-m",
+                   "nybble.judge.worker", door, trial.device]  # fmt: skip
         settings = environment(trial.device, 1) | {
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
             "HOME": folder,
             "TMPDIR": folder,
         }
-        with subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=report, stderr=subprocess.STDOUT,
-            cwd=folder, env=settings, start_new_session=True,
-        ) as process:  # fmt: skip
-            theirs.close()
-            trouble = _talk(trial, ours)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(door)
+            listener.listen(1)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=report, stderr=subprocess.STDOUT, cwd=folder, env=settings,
+                start_new_session=True,
+            )  # fmt: skip
+            channel = _arrival(listener, process)
+            trouble = _talk(trial, channel) if channel else "it did not start"
             code = _end(process)
         report.seek(0)
-        lines = [line.strip("= \n") for line in report if line.startswith("=====")]
+        said = report.read()
+    lines = [line.strip("= \n") for line in said.splitlines() if line.startswith("=====")]
     if code == _FOUND:
         text = printable("\n".join(lines[1 : 1 + _SHOWN]))
         yield Finding("sanitizer", "wrong", "compute-sanitizer found an access out of bounds", {"report": text})
     elif trouble or code:
-        yield Finding("sanitizer", "note", f"not run to its end: {trouble or f'exit code {code}'}")
+        what = f"not run to its end: {trouble or f'exit code {code}'}"
+        yield Finding("sanitizer", "note", what, {"it printed": printable(said[-1500:])} if said else {})
+
+
+def _arrival(listener: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket | None:
+    """The channel, once the process under the tool knocks; None when it ended, or takes too long."""
+    listener.settimeout(0.2)
+    end = time.monotonic() + _SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(TimeoutError):
+            return listener.accept()[0]
+    return None
 
 
 def _talk(trial: Trial, channel: socket.socket) -> str:
