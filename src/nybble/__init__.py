@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nybble.methods import quantize_ as quantize_
     from nybble.models.load import load as load
     from nybble.models.save import save as save
+    from nybble.models.verify import verify_promise as verify_promise
+    from nybble.ops._promise import promise as promise
     from nybble.quantize import QuantTensor as QuantTensor
     from nybble.quantize import dequantize as dequantize
     from nybble.quantize import quantize as quantize
@@ -26,12 +28,15 @@ _HOMES = {
     "dequantize": "nybble.quantize.api",
     "quantize_": "nybble.methods",
     "load": "nybble.models",
+    "promise": "nybble.ops._promise",
     "save": "nybble.models",
+    "verify_promise": "nybble.models.verify",
 }
 _PACKAGES = ("formats", "methods", "ops", "quantize")
 
 __all__ = [
-    "QuantTensor", "__version__", "dequantize", "formats", "load", "methods", "ops", "quantize", "quantize_", "save",
+    "QuantTensor", "__version__", "dequantize", "formats", "load", "methods", "ops", "promise", "quantize", "quantize_",
+    "save", "verify_promise",
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The command line: one thin function a command, and one way to end.
 
 Exit codes: 0 done, 1 an error of nybble itself (with its traceback), 2 something in the request that cannot be worked
-with (one message, no traceback), 3 judged and not correct, 130 stopped by Ctrl-C. Commands are imported when they
-run, so that `nybble --help` and `nybble formats` load no torch.
+with (one message, no traceback), 3 compared and not right (judge, fingerprint), 130 stopped by Ctrl-C. Commands are
+imported when they run, so that `nybble --help` and `nybble formats` load no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nybble.errors import NybbleError, UnknownName
 STOPPED = 130
 MODEL = "a Hugging Face directory, a .gguf file, or smollm2-135m"
 _DTYPES = ("float32", "bfloat16", "float16")
+_PROMISES = ("run-to-run", "batch-invariant", "cross-machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +143,25 @@ def _add_generate(p: _Parser) -> None:
     p.add_argument("--tokens", type=_count, default=64, help="at most so many new ones (default: 64)")
     _add_device(p)
     p.add_argument("--dtype", choices=_DTYPES, help="of activations (default: the model's own)")
-    p.set_defaults(run=_late("nybble.cli.models", "generate"))
+    p.add_argument("--promise", choices=_PROMISES, help="about equal bits; refused where it cannot be kept")
+    p.add_argument("--temperature", type=_positive, help="draw tokens, by --seed and nothing else (default: greedy)")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    p.set_defaults(run=_late("nybble.cli.promises", "generate"))
+
+
+def _add_fingerprint(p: _Parser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL)
+    chosen = p.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the fingerprint")
+    chosen.add_argument("--check", type=Path, metavar="FILE", help="compute it again and compare")
+    p.add_argument("--promise", choices=_PROMISES, default="cross-machine", help="(default: cross-machine)")
+    p.add_argument("--prompt", default="The three laws of robotics are", help="text to continue")
+    p.add_argument("--tokens", type=_count, default=256, help="to decode greedily (default: 256)")
+    p.add_argument("--dtype", choices=_DTYPES,
+                   help="of activations and of weights that are not quantized (default: the model's own, bfloat16 for "
+                        ".gguf; with --check the file's)")  # fmt: skip
+    _add_device(p)
+    p.set_defaults(run=_late("nybble.cli.promises", "fingerprint"))
 
 
 def _add_evaluate(p: _Parser) -> None:
@@ -218,6 +237,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
     "survey": ("measure every scheme's quality, bytes and speed on this machine, and recommend one", _add_survey),
     "quantize": ("write a quantized checkpoint that transformers and vLLM load", _add_quantize),
     "generate": ("continue a prompt", _add_generate),
+    "fingerprint": ("write what a model computes, op by op, or compare it with another machine's", _add_fingerprint),
     "evaluate": ("measure perplexity, and KL and agreement against the original", _add_evaluate),
     "formats": ("list the number formats, or every code of one", _add_formats),
     "ops": ("tell which implementation of an op runs here, and why not the others", _add_ops),
@@ -239,6 +259,10 @@ def _counts(text: str) -> list[int]:
     return [_count(word) for word in text.split(",") if word]
 
 
+def _names(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
 _counts.__name__ = "list of counts"  # argparse names the type in its messages
 
 
@@ -257,10 +281,6 @@ def _positive(text: str) -> float:
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def _names(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
 
 
 def _size(text: str) -> int:

@@ -1,9 +1,8 @@
-"""The commands that run a model: survey, quantize, generate, evaluate; and bench, which has its own options."""
+"""The commands that run a model: survey, quantize, evaluate; and bench, which has its own options."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -130,22 +129,6 @@ def _calibration(tokenizer: object, device: object, learns: bool) -> list[dict[s
     count = text.LEARNING if learns else text.RANGES
     windows = text.calibration(text.encode(tokenizer, text.default_text()), _EVALUATED, count)
     return [{"input_ids": ids.to(device)} for ids in windows]  # type: ignore[call-overload]
-
-
-def generate(options: argparse.Namespace) -> None:
-    """Write a continuation as it comes."""
-    import torch
-
-    from nybble.models import load, load_tokenizer
-    from nybble.models.decode import generate as continuation
-
-    _hush()
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    model, tokenizer = load(options.model, find_device(options.device), dtype), load_tokenizer(options.model)
-    for piece in continuation(model, tokenizer, options.prompt, options.tokens):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def evaluate(options: argparse.Namespace) -> None:

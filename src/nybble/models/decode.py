@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Mismatch
-from nybble.models import llama
+from nybble.models import llama, promised
 from nybble.models.evaluate import by_definition, logits
 from nybble.ops import QuantLinear
+from nybble.ops._promise import in_force
 
 AGREEMENT = {torch.float32: 2.0**-10, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
 """How far decoded logits may be from the definition's: ||a - b|| / ||b|| of centred logits, over all tokens.
@@ -101,8 +102,13 @@ class CapturedRunner:
         return self._runner.step()[0].clone()
 
 
-def runner(model: nn.Module, capacity: int) -> Runner | CapturedRunner:
-    """What decodes this model fastest where it is; `capacity` is the most tokens it will see, prompt included."""
+def runner(model: nn.Module, capacity: int) -> Runner | CapturedRunner | promised.Lane:
+    """What decodes this model fastest where it is; `capacity` is the most tokens it will see, prompt included.
+
+    Inside a promise (nybble.promise) it is what keeps the promise.
+    """
+    if in_force() != "none":
+        return promised.Lane(model, in_force(), capacity)
     if next(model.parameters()).device.type == "cuda" and llama.refusal(model) is None:
         return CapturedRunner(model, capacity)
     return Runner(model)
@@ -113,7 +119,7 @@ class _Lane:
     """A model in a race: its times, and for each run the tokens and the logits they came from."""
 
     model: nn.Module
-    runner: Runner | CapturedRunner
+    runner: Runner | CapturedRunner | promised.Lane
     spent: float = 0.0
     times: list[float] = field(default_factory=list)
     runs: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
@@ -211,9 +217,13 @@ def allowed(model: nn.Module) -> float:
     return AGREEMENT[next(model.parameters()).dtype]
 
 
-def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64) -> Iterator[str]:
-    """Continue a prompt greedily; yields pieces of text as they become complete characters.
+def generate(
+    model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64,
+    pick: Callable[[Tensor, int], int] = promised.greedy,
+) -> Iterator[str]:  # fmt: skip
+    """Continue a prompt; yields pieces of text as they become complete characters.
 
+    `pick` takes logits [V] and their position and returns the next token; the most likely one if not given.
     Stops at the model's end-of-sequence token, after `max_new_tokens`, or where the model's positions end.
 
     Raises:
@@ -226,8 +236,8 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int 
     count = min(max_new_tokens, room)
     run, stops, made, shown = runner(model, len(ids) + count), _stops(model, tokenizer), [], ""
     with torch.no_grad():
-        token = int(run.start(torch.tensor(ids)).argmax())
-        for _ in range(count):
+        token = pick(run.start(torch.tensor(ids)), len(ids) - 1)
+        for position in range(len(ids), len(ids) + count):
             if token in stops:
                 return
             made.append(token)
@@ -235,7 +245,7 @@ def generate(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int 
             if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield whole[len(shown) :]
                 shown = whole
-            token = int(run.step(token).argmax())
+            token = pick(run.step(token), position)
 
 
 def _stops(model: Any, tokenizer: Any) -> set[int]:

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput
+from nybble.models import promised
 from nybble.ops import QuantLinear
+from nybble.ops._promise import in_force
 from nybble.ops.linear import LINEAR
 from nybble.quantize.layouts import DENSE
 
@@ -92,7 +94,9 @@ def _defined(layer: QuantLinear) -> Callable[[Tensor], Tensor]:
 
 
 def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """The model's logits [n, V] for tokens ids [n] as one sequence, without a cache."""
+    """The model's logits [n, V] for tokens ids [n] as one sequence, without a cache; under the promise in force."""
+    if in_force() != "none":
+        return promised.whole(model, ids, in_force())
     device = next(model.parameters()).device
     result: Tensor = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
     return result

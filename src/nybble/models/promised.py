@@ -15,102 +15,25 @@ On a GPU a decode step is captured once in a CUDA graph, as in llama.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nybble.errors import BadInput, UnknownName, Unsupported
-from nybble.models.llama import refusal
-from nybble.ops import QuantLinear
+from nybble.errors import BadInput, UnknownName
+from nybble.models import projections
 from nybble.ops._declare import Promise
 from nybble.ops._promise import ORDER, promise
 from nybble.ops.attention_exact import attention_exact
-from nybble.ops.linear_exact import linear_exact
-from nybble.ops.linear_invariant import linear_invariant
+from nybble.ops.linear_exact import LINEAR_EXACT, linear_exact
+from nybble.ops.linear_invariant import LINEAR_INVARIANT, linear_invariant
 from nybble.ops.rmsnorm_exact import add_rmsnorm_exact
 from nybble.ops.rope_exact import rope_cache_exact_, rope_tables
 from nybble.ops.silu_exact import silu_mul_exact
 from nybble.ops.token_exact import argmax_exact, sample_exact
-from nybble.quantize import QuantTensor
-from nybble.quantize.tensor import concatenate, split_rows
 
-Weight = Tensor | QuantTensor
 Trace = Callable[[str, Tensor], None]
 """Told of every op in the order they run: "layers.0.mlp.down_proj (linear_exact)" and its result [tokens, ...]."""
-
-
-def refuse(model: nn.Module) -> None:
-    """Raise Unsupported where a model cannot run under a promise, with the layer and what is in the way."""
-    reason = refusal(model)
-    if reason is not None:
-        raise Unsupported(f"no promise covers this model: {reason}")
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | QuantLinear):
-            continue
-        if module._forward_pre_hooks or module._forward_hooks:
-            raise Unsupported(f"no promise covers this model: something is attached to {name}")
-        if isinstance(module, QuantLinear) and module.activation is not None:
-            raise Unsupported(
-                f"no promise covers this model: {name} rounds its inputs to {module.activation.name}; "
-                f"nearest: {module.weight.format.name} weights with 16-bit activations"
-            )
-
-
-@dataclass
-class _Projection:
-    """Linears that share their input, outputs side by side: one weight, or several that cannot be joined."""
-
-    name: str
-    parts: list[tuple[Weight, Tensor | None]]
-
-
-def _join(name: str, modules: Sequence[nn.Module]) -> _Projection:
-    """The modules' weights, joined where that is possible; the modules' own become views of the joined one."""
-    if len(modules) > 1:
-        dense = [m for m in modules if isinstance(m, nn.Linear)]
-        quantized = [m for m in modules if isinstance(m, QuantLinear)]
-        whole: Weight | None = _join_dense(dense) if len(dense) == len(modules) else None
-        whole = _join_quantized(quantized) if len(quantized) == len(modules) else whole
-        biases: list[Any] = [m.bias for m in modules]
-        if whole is not None and (all(b is None for b in biases) or all(b is not None for b in biases)):
-            return _Projection(name, [(whole, None if biases[0] is None else torch.cat([b.data for b in biases]))])
-    each: list[Any] = list(modules)
-    return _Projection(name, [(_data(m.weight), _data(m.bias)) for m in each])
-
-
-def _join_dense(modules: list[nn.Linear]) -> Tensor:
-    whole = torch.cat([module.weight.data for module in modules])
-    for module, part in zip(modules, whole.split([m.out_features for m in modules]), strict=True):
-        module.weight.data = part
-    return whole
-
-
-def _join_quantized(modules: list[QuantLinear]) -> QuantTensor | None:
-    whole = concatenate([module.weight for module in modules])
-    if whole is not None:
-        rows = split_rows(whole, [module.out_features for module in modules])
-        for module, part in zip(modules, rows, strict=True):
-            if part is not None:
-                module.set_weight(part)
-    return whole
-
-
-def _data(weight: Any) -> Any:
-    return weight.data if isinstance(weight, nn.Parameter) else weight
-
-
-@dataclass
-class _Layer:
-    """One transformer layer as the runner sees it."""
-
-    input_norm: Any
-    qkv: _Projection
-    o: _Projection
-    post_norm: Any
-    gate_up: _Projection
-    down: _Projection
 
 
 class PromisedRunner:
@@ -142,30 +65,40 @@ class PromisedRunner:
     ) -> None:
         if wanted not in ORDER[1:]:
             raise UnknownName("promise", wanted, ORDER[1:])
-        refuse(model)
+        projections.refuse(model)
         whole: Any = model
         inner, config = whole.model, whole.config
         self.model, self.promise, self.capacity, self.batch = model, wanted, capacity, batch
         self.embedding, self.final_norm = inner.embed_tokens.weight.data, inner.norm
-        self.layers = [_layer(number, layer) for number, layer in enumerate(inner.layers)]
-        self.head = _join("lm_head", [whole.lm_head])
+        self.layers = [projections.split(number, layer) for number, layer in enumerate(inner.layers)]
+        self.head = projections.join("lm_head", [whole.lm_head])
         device, dtype = self.embedding.device, self.embedding.dtype
-        self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.cos, self.sin = (t.to(device) for t in rope_tables(self.head_dim, capacity, rope_settings(config)))
-        shape = (len(self.layers), batch, self.kv_heads, capacity, self.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
-        self.position = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
-        self.logits = torch.empty((batch, config.vocab_size), dtype=dtype, device=device)
+        self._allocate(config, device, dtype)
         self.trace: Trace | None = None
         self.length = 0
-        self._linear = linear_exact if wanted == "cross-machine" else linear_invariant
-        self._draw = _draw(temperature, seeds, batch, device)
+        self._linear, op = (
+            (linear_exact, LINEAR_EXACT) if wanted == "cross-machine" else (linear_invariant, LINEAR_INVARIANT)
+        )
+        linears = [p for layer in self.layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        projections.prepare([*linears, self.head], op, dtype, device)
+        given = range(batch) if seeds is None else seeds
+        if len(given) != batch:
+            raise BadInput(f"{batch} sequences take as many seeds, got {len(given)}")
+        self._draw = None if temperature is None else _heat_and_seeds(temperature, given, device)
         self._wants_graph = device.type == "cuda" if graph is None else graph
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _allocate(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cos, self.sin = (t.to(device) for t in rope_tables(self.head_dim, self.capacity, rope_settings(config)))
+        shape = (len(self.layers), self.batch, self.kv_heads, self.capacity, self.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.rows = torch.arange(self.batch, dtype=torch.int32, device=device)
+        self.position = torch.zeros(self.batch, dtype=torch.int32, device=device)
+        self.token = torch.zeros(self.batch, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((self.batch, self.capacity), dtype=torch.int64, device=device)
+        self.logits = torch.empty((self.batch, config.vocab_size), dtype=dtype, device=device)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
@@ -258,7 +191,7 @@ class PromisedRunner:
         y, h = add_rmsnorm_exact(x, residual, module.weight.data, module.variance_epsilon)
         return self._note(f"{name} (add_rmsnorm_exact)", y), h
 
-    def _project(self, projection: _Projection, x: Tensor) -> Tensor:
+    def _project(self, projection: projections.Projection, x: Tensor) -> Tensor:
         parts = [self._linear(x, weight, bias) for weight, bias in projection.parts]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return self._note(f"{projection.name} ({self._linear.__name__})", y)
@@ -295,29 +228,12 @@ class PromisedRunner:
         self._graph = graph
 
 
-def _layer(number: int, layer: Any) -> _Layer:
-    attention, mlp, name = layer.self_attn, layer.mlp, f"layers.{number}"
-    return _Layer(
-        layer.input_layernorm,
-        _join(f"{name}.self_attn.qkv_proj", [attention.q_proj, attention.k_proj, attention.v_proj]),
-        _join(f"{name}.self_attn.o_proj", [attention.o_proj]),
-        layer.post_attention_layernorm,
-        _join(f"{name}.mlp.gate_up_proj", [mlp.gate_proj, mlp.up_proj]),
-        _join(f"{name}.mlp.down_proj", [mlp.down_proj]),
-    )
-
-
-def _draw(
-    temperature: float | None, seeds: Sequence[int] | None, batch: int, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """sample_exact's temperature and seeds; None for greedy decoding."""
-    if temperature is None:
-        return None
-    given = list(range(batch)) if seeds is None else list(seeds)
-    if not temperature > 0 or len(given) != batch:
-        raise BadInput(f"drawing takes a temperature above 0 and {batch} seeds, got {temperature} and {given}")
-    heat = torch.full((batch,), temperature, dtype=torch.float32, device=device)
-    return heat, torch.tensor(given, dtype=torch.int64, device=device)
+def _heat_and_seeds(temperature: float, seeds: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """sample_exact's temperature and seeds."""
+    if not temperature > 0:
+        raise BadInput(f"drawing takes a temperature above 0, got {temperature}")
+    heat = torch.full((len(seeds),), temperature, dtype=torch.float32, device=device)
+    return heat, torch.tensor(list(seeds), dtype=torch.int64, device=device)
 
 
 def rope_settings(config: Any) -> dict[str, Any]:
@@ -327,3 +243,44 @@ def rope_settings(config: Any) -> dict[str, Any]:
     settings.setdefault("rope_type", settings.pop("type", "default"))
     settings.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
     return settings
+
+
+class Lane:
+    """What models/decode.py runs under a promise: one sequence, the model's logits after each token."""
+
+    def __init__(self, model: nn.Module, wanted: Promise, capacity: int) -> None:
+        self._runner = PromisedRunner(model, wanted, capacity)
+
+    def start(self, prompt: Tensor) -> Tensor:
+        """Forget everything, read the prompt (int64 [n]), return the logits [V] of what follows."""
+        return self._runner.prefill(prompt[None])[0].clone()
+
+    def step(self, token: int) -> Tensor:
+        """Append a token, return the logits [V] of what follows."""
+        self._runner.token.fill_(token)
+        return self._runner.step()[0].clone()
+
+
+def whole(model: nn.Module, ids: Tensor, wanted: Promise) -> Tensor:
+    """The logits [n, V] for tokens ids [n] as one sequence, under a promise."""
+    return PromisedRunner(model, wanted, len(ids), graph=False).whole(ids[None])[0]
+
+
+def greedy(logits: Tensor, position: int) -> int:
+    """The most likely token after logits [V], of equal ones the first."""
+    return int(argmax_exact(logits[None])[0])
+
+
+def drawn(temperature: float, seed: int) -> Callable[[Tensor, int], int]:
+    """A draw at a temperature, decided by the seed and the position alone.
+
+    Raises:
+        BadInput: the temperature is not above 0.
+    """
+
+    def draw(logits: Tensor, position: int) -> int:
+        heat, seeds = _heat_and_seeds(temperature, [seed], logits.device)
+        return int(sample_exact(logits[None], heat, seeds, torch.full_like(seeds, position))[0])
+
+    _heat_and_seeds(temperature, [seed], torch.device("cpu"))
+    return draw
