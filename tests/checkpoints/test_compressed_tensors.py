@@ -254,10 +254,19 @@ def test_scales_that_bfloat16_cannot_hold_keep_their_precision(tmp_path: Path, r
     assert torch.equal(got.scales()[0], stored["weight_scale"].to(torch.float32))
 
 
+def transforms(kind: str, location: str) -> dict[str, Any]:
+    return {"transform_config": {"config_groups": {"R": {"type": kind, "apply": [apply(location)]}}}}
+
+
+def apply(location: str) -> dict[str, Any]:
+    return {"targets": ["Linear"], "location": location}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"transform_config": {"config_groups": {}, "x": 1}}, "transform_config"),
+        (transforms("random-hadamard", "input"), r"transform_config: R \(random-hadamard of input\)"),
+        (transforms("hadamard", "output"), r"hadamard of output"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
 )

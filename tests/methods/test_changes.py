@@ -1,6 +1,7 @@
 """Methods that change a model before it is rounded: its outputs stay, and rounding hurts less."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,27 @@ def test_what_is_folded_is_saved_and_loaded(method: str, tmp_path: Path) -> None
     )
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert distance(logits(plain), logits(model)) < 2.0**-16
+
+
+def test_a_plain_rotation_is_written_and_read(tmp_path: Path) -> None:
+    """compressed-tensors applies what the file says to the model that transformers loads, and has our logits."""
+    config = hadamard.Config(plain=True)
+    model = llama()
+    reference = copy.deepcopy(model)
+    nybble.quantize_(model, "W8A16", "hadamard", config=config)
+    with pytest.warns(UserWarning, match="transformers alone does not"):
+        nybble.save(model, tmp_path / "out")
+    again = nybble.load(tmp_path / "out")
+    assert torch.equal(logits(again), logits(model))
+    rotations = {id(m) for m in again.modules() if isinstance(m, hadamard.Rotation)}
+    assert len(rotations) == 4 * len(again.model.layers), "fused projections share theirs"
+    transform = pytest.importorskip("compressed_tensors.transform", reason="it defines what a transform_config means")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["transform_config"]
+    assert distance(logits(plain), logits(model)) > 2.0**-4, "it matters"
+    transform.apply_transform_config(plain, transform.TransformConfig(**said))
+    assert distance(logits(plain), logits(model)) < 2.0**-16
+    assert distance(logits(model), logits(reference)) < 0.5
 
 
 def test_what_turns_inputs_as_they_come_is_not_saved_in_silence(tmp_path: Path) -> None:

@@ -154,12 +154,15 @@ def run_dtype(groups: Iterable[Group], dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if any(one.weight.scale.bits == 8 for one in groups) else dtype
 
 
-def config(groups: Mapping[Group, list[str]], ignore: list[str]) -> dict[str, Any]:
+def config(
+    groups: Mapping[Group, list[str]], ignore: list[str], rotated: Mapping[int, list[str]] | None = None
+) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
         groups: each group with the names of its modules; a single group targets the class Linear.
         ignore: the names of the linears that stay as they are.
+        rotated: names of linears whose inputs are rotated as they come, by the size of the Hadamard blocks.
     """
     described: dict[str, Any] = {}
     for number, (one, names) in enumerate(groups.items()):
@@ -180,7 +183,34 @@ def config(groups: Mapping[Group, list[str]], ignore: list[str]) -> dict[str, An
         "ignore": ignore,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
+        **({"transform_config": _transforms(rotated)} if rotated else {}),
     }
+
+
+def _transforms(rotated: Mapping[int, list[str]]) -> dict[str, Any]:
+    """Weights are stored rotated, so that only inputs are spoken of."""
+    groups = {
+        f"hadamard_{block}": {"type": "hadamard", "apply": [{"targets": names, "location": "input"}], "head_dim": block}
+        for block, names in rotated.items()
+    }
+    return {"config_groups": groups}
+
+
+def _rotations(config: Mapping[str, Any]) -> list[tuple[list[str], list[str], int | None]]:
+    """(targets, ignored, block) of every rotation of inputs; block None is the whole input.
+
+    Raises:
+        Unsupported: a transform that is no plain Hadamard rotation of inputs, and is not in the weights already.
+    """
+    found = []
+    for name, scheme in ((config.get("transform_config") or {}).get("config_groups") or {}).items():
+        for apply in scheme["apply"]:
+            if apply["location"] in ("weight_input", "weight_output"):
+                continue
+            if scheme["type"] != "hadamard" or apply["location"] != "input" or scheme.get("randomize"):
+                raise Unsupported(f"transform_config: {name} ({scheme['type']} of {apply['location']}) is not read")
+            found.append((list(apply["targets"]), list(apply.get("ignore") or []), scheme.get("head_dim")))
+    return found
 
 
 def store(linear: StoredLinear) -> dict[str, Tensor]:
@@ -249,9 +279,9 @@ class Reader:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        for key in ("transform_config", "sparsity_config"):
-            if config.get(key):
-                raise Unsupported(f"compressed-tensors checkpoints with a {key} are not read")
+        if config.get("sparsity_config"):
+            raise Unsupported("compressed-tensors checkpoints with a sparsity_config are not read")
+        self._rotations = _rotations(config)
         self.ignore = list(config.get("ignore") or [])
         self.groups: list[tuple[list[str], Group]] = []
         for name, described in (config.get("config_groups") or {}).items():
@@ -262,6 +292,13 @@ class Reader:
         if _matches(name, module, self.ignore):
             return None
         return next((one for targets, one in self.groups if _matches(name, module, targets)), None)
+
+    def rotated(self, name: str, module: nn.Module) -> int | None:
+        """The size of the Hadamard blocks that a module's inputs are rotated by as they come; None for none."""
+        for targets, ignored, block in self._rotations:
+            if _matches(name, module, targets) and not _matches(name, module, ignored):
+                return block or int(module.in_features)  # type: ignore[arg-type]
+        return None
 
     def read(self, name: str, one: Group, shape: tuple[int, int], tensors: Ledger) -> StoredLinear:
         """The linear called `name`, logical weight shape [N, K]."""

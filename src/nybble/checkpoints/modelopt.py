@@ -52,6 +52,10 @@ class Reader:
             raise Unsupported(f"ModelOpt checkpoints of {algorithm} are not read, those of {_ALGORITHMS[0]} are")
         self._tensors = tensors
 
+    def rotated(self, name: str, module: nn.Module) -> int | None:
+        """None: the layout has no rotations."""
+        return None
+
     def find(self, name: str, module: nn.Module) -> str | None:
         """The name where this module is quantized, else None."""
         return name if f"{name}.weight_scale_2" in self._tensors else None

@@ -12,6 +12,9 @@ that write to it and read from it. RMS normalization commutes with a rotation on
 weights after it. What remains online is before `o` and `down`. The head then needs weights of its own, since the
 final gains are moved into it: a model whose head is tied to its embedding grows by one embedding.
 
+*Plain* (`plain=True`): no signs, and Sylvester matrices only, in blocks of the largest power of two that divides K.
+That is what compressed-tensors has a word for (`transform_config`), so that a checkpoint can hold it.
+
 H exists for K = 2^k m with m = 1, 12, 20, 28, 36 … (Sylvester's doubling; Paley's two constructions from quadratic
 residues); other K are rotated in blocks of the largest such size.
 
@@ -21,7 +24,7 @@ Sources: Ashkboos et al.: QuaRot, arXiv 2404.00456; Chee et al.: QuIP#, arXiv 24
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -46,11 +49,13 @@ class Config:
         seed: of the signs.
         fold: whether the stream between blocks is rotated in the weights; only for Llama-shaped models.
         online: whether inputs that no fold reaches are rotated as they come.
+        plain: whether those rotations are such as a checkpoint can name.
     """
 
     seed: int = 0
     fold: bool = False
     online: bool = True
+    plain: bool = False
 
 
 def prepare(model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, config: Config) -> None:
@@ -73,7 +78,7 @@ def prepare(model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, 
     for number, names in enumerate(fused_groups(linears), 1):
         left = [name for name in names if name not in done]
         if left:
-            _rotate_inputs([linears[name] for name in left], config.seed + number)
+            _rotate_inputs([linears[name] for name in left], None if config.plain else config.seed + number)
 
 
 class Rotation(nn.Module):
@@ -81,15 +86,20 @@ class Rotation(nn.Module):
 
     Args:
         size: K.
-        seed: of the signs.
+        seed: of the signs; None for a plain rotation.
+
+    Attributes:
+        plain: the size of the blocks of a plain rotation, else None.
     """
 
     signs: Tensor
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int | None) -> None:
         super().__init__()
-        self.size, (self._outer, self._inner) = size, factors(size)
-        self.register_buffer("signs", torch.where(uniform((size,), seed) < 0.5, -1.0, 1.0))
+        self.size, self.plain = size, size & -size if seed is None else None
+        self._outer, self._inner = factors(size) if self.plain is None else (1, self.plain)
+        signs = torch.ones(size) if seed is None else torch.where(uniform((size,), seed) < 0.5, -1.0, 1.0)
+        self.register_buffer("signs", signs, persistent=self.plain is None)
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,8 +121,9 @@ class Rotation(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
         fresh = Rotation.__new__(Rotation)
         nn.Module.__init__(fresh)
-        fresh.size, fresh._outer, fresh._inner, fresh._last = self.size, self._outer, self._inner, None
-        fresh.register_buffer("signs", self.signs.clone())
+        fresh.size, fresh.plain, fresh._last = self.size, self.plain, None
+        fresh._outer, fresh._inner = self._outer, self._inner
+        fresh.register_buffer("signs", self.signs.clone(), persistent=self.plain is None)
         memo[id(self)] = fresh
         return fresh
 
@@ -182,13 +193,27 @@ def matrix(order: int) -> Tensor:
     return torch.kron(bordered, first) + torch.kron(eye, second)
 
 
-def _rotate_inputs(linears: list[nn.Linear], seed: int) -> None:
+def _rotate_inputs(linears: list[nn.Linear], seed: int | None) -> None:
     """Rotate what these linears are fed, as it comes, and their weights to match."""
     rotation = Rotation(linears[0].in_features, seed).to(linears[0].weight.device)
     for linear in linears:
         _set(linear, rotation(linear.weight.detach().double()))
+    attach(linears, rotation)
+
+
+def attach(linears: Iterable[nn.Module], rotation: Rotation) -> None:
+    """Have the inputs of linears, whose weights are rotated already, rotated as they come."""
+    for linear in linears:
         linear.add_module("rotation", rotation)
         linear.register_forward_pre_hook(rotate)
+
+
+def plain_block(module: nn.Module) -> int | None:
+    """The block size of the plain rotation of a linear's inputs; None where anything else, or more, is attached."""
+    hooks = list(module._forward_pre_hooks.values())
+    rotation = dict(module.named_children()).get("rotation")
+    alone = hooks == [rotate] and len(list(module.children())) == 1 and not module._forward_hooks
+    return rotation.plain if alone and isinstance(rotation, Rotation) else None
 
 
 def rotate(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -15,8 +15,9 @@ from torch import nn
 from nybble.checkpoints import huggingface
 from nybble.checkpoints.stored import Ledger, StoredLinear
 from nybble.errors import BadInput, Unsupported
+from nybble.methods import hadamard
 from nybble.methods.api import Record, replace, set_record
-from nybble.methods.select import Skipped, select
+from nybble.methods.select import Skipped, fused_groups, select
 from nybble.models.skeleton import fill, skeleton
 from nybble.ops import QuantLinear
 from nybble.quantize.schemes import SCHEMES, Scheme
@@ -29,6 +30,9 @@ _LONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 class Reader(Protocol):
     """What a checkpoint layout offers."""
+
+    def rotated(self, name: str, module: nn.Module) -> int | None:
+        """The size of the Hadamard blocks that rotate a module's inputs, or None."""
 
     def find(self, name: str, module: nn.Module) -> Any:
         """How a module is stored, or None where it is not quantized."""
@@ -88,6 +92,7 @@ def _quantized_linears(
 ) -> dict[str, StoredLinear]:
     """Replace every linear that the checkpoint quantizes; {name: what was read}."""
     done: dict[str, StoredLinear] = {}
+    blocks: dict[str, int | None] = {}
     for name, module in list(model.named_modules()):
         found = reader.find(name, module) if type(module) is nn.Linear else None
         if not isinstance(module, nn.Linear) or found is None:
@@ -101,9 +106,22 @@ def _quantized_linears(
         layer = QuantLinear(weight, bias, stored.activation, stored.activation_amax).to(device)
         replace(model, module, layer.prepare(dtype))
         done[name] = stored
+        blocks[name] = reader.rotated(name, module)
+    _rotate(model, {name: block for name, block in blocks.items() if block is not None})
     if not done:
         raise Unsupported(f"a quantized checkpoint of {type(model).__name__}, but none of its linears is in it")
     return done
+
+
+def _rotate(model: nn.Module, blocks: dict[str, int]) -> None:
+    """Rotate the inputs of linears as they come, those of fused projections together."""
+    for names in fused_groups(blocks):
+        layers = [model.get_submodule(name) for name in names]
+        first: Any = layers[0]
+        rotation = hadamard.Rotation(first.in_features, None)
+        if any(blocks[name] != rotation.plain for name in names):
+            raise Unsupported(f"{names[0]}: rotated in blocks of {blocks[names[0]]}, only {rotation.plain} is read")
+        hadamard.attach(layers, rotation.to(first.weight.device))
 
 
 def _account(path: Path, model: nn.Module, tensors: Ledger) -> None:

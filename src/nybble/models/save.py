@@ -9,6 +9,7 @@ of its formats and of K alone, so that `check_saveable` answers it before any wo
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nybble.checkpoints.stored import StoredLinear
 from nybble.errors import BadInput, Unsupported
 from nybble.formats.spec import BlockFormat
 from nybble.methods.compose import plan
+from nybble.methods.hadamard import plain_block
 from nybble.methods.select import select
 from nybble.ops import QuantLinear
 from nybble.quantize.schemes import Scheme
@@ -51,7 +53,7 @@ def check_saveable(
     """
     row = find_scheme(scheme)
     for part in plan(method, config).changes:
-        if getattr(part.config, "online", False):
+        if getattr(part.config, "online", False) and not getattr(part.config, "plain", False):
             raise Unsupported(f"method {part.name} {_ONLINE}")
     wanted = {
         name: (row.weight, row.activation, linear.in_features) for name, linear in select(model, ignore).linears.items()
@@ -84,11 +86,11 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     formats = {name: (m.weight.format, m.activation, m.in_features) for name, m in linears.items()}
     _refuse("this model", formats)
-    _refuse_attached(model)
+    rotated = _rotated(model)
     groups = _groups(linears)
     with huggingface.new_directory(Path(directory)) as scratch:
         huggingface.write_weights(scratch, _tensors(model))
-        huggingface.write_json(scratch / huggingface.CONFIG, _config(transformer, groups))
+        huggingface.write_json(scratch / huggingface.CONFIG, _config(transformer, groups, rotated))
         if getattr(model, "generation_config", None) is not None:
             text = transformer.generation_config.to_json_string()
             (scratch / huggingface.GENERATION).write_text(text, encoding="utf-8")
@@ -97,16 +99,33 @@ def save(model: nn.Module, directory: str | Path, tokenizer: Any = None) -> Path
     return Path(directory)
 
 
-_ONLINE = "changes inputs as they come, which a checkpoint cannot hold; set online=False where it has that setting"
+_ONLINE = (
+    "changes inputs as they come, which a checkpoint cannot hold; set online=False where it has that setting, "
+    "or plain=True"
+)
+_UNREAD = (
+    "the checkpoint rotates inputs as they come (transform_config): nybble.load does so, transformers alone does not "
+    "and gives other logits; compressed_tensors.transform.apply_transform_config makes up for it after loading"
+)
 
 
-def _refuse_attached(model: nn.Module) -> None:
-    """Whatever acts on a linear's inputs or outputs from outside would be lost in silence."""
+def _rotated(model: nn.Module) -> dict[int, list[str]]:
+    """Linears with a plain rotation before them, by the size of its blocks.
+
+    Whatever else acts on a linear's inputs or outputs from outside would be lost in silence.
+    """
+    found: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | QuantLinear):
+            block = plain_block(module)
             attached = module._forward_pre_hooks or module._forward_hooks or list(module.children())
-            if attached:
+            if attached and block is None:
                 raise Unsupported(f"{name}: something attached to it {_ONLINE}")
+            if block is not None:
+                found.setdefault(block, []).append(name)
+    if found:
+        warnings.warn(_UNREAD, stacklevel=3)
+    return found
 
 
 def _refuse(what: str, formats: Mapping[str, tuple[BlockFormat, BlockFormat | None, int]]) -> None:
@@ -158,7 +177,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((leaf, b) for leaf, b in module._buffers.items() if b is not None and leaf in persistent)
 
 
-def _config(model: Any, groups: Mapping[Group, list[str]]) -> dict[str, Any]:
+def _config(model: Any, groups: Mapping[Group, list[str]], rotated: Mapping[int, list[str]]) -> dict[str, Any]:
     written: dict[str, Any] = json.loads(model.config.to_json_string())
     for key in ("quantization_config", "_name_or_path"):  # of where it was loaded from
         written.pop(key, None)
@@ -166,7 +185,7 @@ def _config(model: Any, groups: Mapping[Group, list[str]]) -> dict[str, Any]:
     written["dtype"] = str(compressed_tensors.run_dtype(groups, _dtype(model))).removeprefix("torch.")
     if groups:
         plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        written["quantization_config"] = compressed_tensors.config(groups, plain)
+        written["quantization_config"] = compressed_tensors.config(groups, plain, rotated)
     return written
 
 
