@@ -2,10 +2,10 @@
 
     python benchmarks/decode.py [--model llama-8b] [--schemes bf16,W4A16,NVFP4A16] [--batch 1,16] [--out FILE]
 
-Weights are random, made on the device from the model's shape. For each scheme the runner's logits are checked
-against the definition before its time counts; times are medians over runs of captured steps; every ratio is to the
-bf16 runner of the same process. The roofline is the bytes of the weights a step reads over the bandwidth of a copy
-measured in the same process.
+Weights are random, made on the device from the model's shape. The judge asks the ops that a step consists of, and for
+each scheme the runner's logits are checked against the definition before its time counts; times are medians over runs
+of captured steps; every ratio is to the bf16 runner of the same process. The roofline is the bytes of the weights a
+step reads over the bandwidth of a copy measured in the same process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 
 import nybble
 from nybble.errors import Mismatch
+from nybble.judge.gate import admit
 from nybble.models.evaluate import by_definition
 from nybble.models.llama import Runner
 from nybble.ops import QuantLinear
@@ -34,6 +35,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
 }  # fmt: skip
+OPS = {"linear": "nybble.bench:laid_out", "rmsnorm": "nybble.ops.rmsnorm:add_rmsnorm",
+       "silu_mul": "nybble.ops.silu_mul:silu_mul", "rope_cache": "nybble.ops.rope_cache:rope_cache_",
+       "decode_attention": "nybble.ops.decode_attention:decode_attention"}  # fmt: skip
 PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 5
 CARRIED = 2.0**-3  # random weights carry rounding errors on: two bf16 evaluations of the 8B shape differ by 0.058
 
@@ -131,6 +135,8 @@ def main() -> None:
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--out")
     options = parser.parse_args()
+    for op, function in OPS.items():
+        admit(op, function, "cuda")
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
     original = make(options.model)

@@ -139,7 +139,7 @@ def judged(formats: list[str], device: str = "cuda") -> str:
     """A line about the judge's verdict on the cases of these formats; Mismatch where it is not correct."""
     asked = [name for name in formats if name in CASE_FORMATS]
     verdict = admit(LINEAR.name, f"{__name__}:laid_out", device, [f"{name}-" for name in asked])
-    return f"judged correct in {verdict.seconds:.0f} s, seed {verdict.seed}: {', '.join(asked) or 'all formats'}"
+    return f"judged correct in {verdict.seconds:.1f} s: {', '.join(asked) or 'all formats'}"
 
 
 def measure(

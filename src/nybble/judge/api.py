@@ -55,7 +55,7 @@ def judge(
         UnknownName: a baseline or check that does not exist.
     """
     begun = time.monotonic()
-    chosen = _chosen(checks)
+    asked = chosen(checks)
     for name in baselines:
         if name not in BASELINES:
             raise UnknownName("baseline", name, BASELINES)
@@ -71,7 +71,7 @@ def judge(
             task, process, path, name, device, own_kernels=own_kernels, rounds=rounds, baselines=tuple(baselines),
             foreign=_foreign(task) - {path},
         )  # fmt: skip
-        findings = _try(trial, chosen, seed, stop)
+        findings = ask_all(trial, asked, seed, stop)
     status = decide(findings)
     race = trial.race if status == "correct" else None
     return Verdict(
@@ -82,7 +82,8 @@ def judge(
     )  # fmt: skip
 
 
-def _chosen(names: Sequence[str] | None) -> list[Check]:
+def chosen(names: Sequence[str] | None) -> list[Check]:
+    """The checks of these names, in the order in which they run; None: all but those run on request."""
     known = all_checks()
     for name in names or ():
         if name not in {check.name for check in known}:
@@ -107,8 +108,8 @@ def _foreign(problem: Problem) -> frozenset[str]:
     return frozenset([str(Path(file).resolve())] if file else [])
 
 
-def _try(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> list[Finding]:
-    """Run the checks. The process ends with the block, whatever happened in it."""
+def ask_all(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> list[Finding]:
+    """The checks' findings. The candidate's process ends with them, whatever happened."""
     findings: list[Finding] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the reference's sums are then the same on every machine and every run

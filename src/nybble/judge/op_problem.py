@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.judge.agreement import Budget
-from nybble.judge.problem import Case, Expected, Problem, seed_of
+from nybble.judge.problem import Case, Expected, Problem, finite, seed_of
 from nybble.ops._declare import Op
 
 PREFIX = "op:"
@@ -64,7 +64,7 @@ class OpProblem(Problem):
     def inputs(self, seed: int) -> list[Any]:
         """The case's arguments, its plain floating tensors drawn anew."""
         g = torch.Generator().manual_seed(seed)
-        return [_draw(v, g) if _wide(v) else v for v in self.given]
+        return [_draw(v, g) if _wide(v) else _home(v) for v in self.given]
 
     def cost(self, case: Case) -> tuple[float, float]:
         """What the op declares."""
@@ -86,7 +86,7 @@ class OpProblem(Problem):
         except (RuntimeError, ValueError, IndexError, TypeError):
             return None
         outputs = list(result) if isinstance(result, list | tuple) else [result]
-        if not all(bool(v.isfinite().all()) for v in outputs):
+        if not all(finite(v) for v in outputs):
             return None
         budgets = [self._budget(v, size) for v in outputs]
         return Expected(budgets, list(case.inputs), {}, isinstance(result, list | tuple))
@@ -102,7 +102,9 @@ def _wide(value: Any) -> bool:
 
 
 def _draw(value: Tensor, g: torch.Generator) -> Tensor:
-    """Standard normal, with the strides of the case."""
+    """Standard normal, with the strides of the case; an expanded tensor is drawn whole."""
+    if 0 in value.stride():
+        return torch.randn(value.shape, generator=g).to(value.dtype)
     fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return fresh.copy_(torch.randn(value.shape, generator=g))
 

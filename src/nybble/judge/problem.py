@@ -150,7 +150,7 @@ class Problem:
         holes = self._reached(case, upcast)
         if holes:
             results = [tuple(v.masked_fill(h, 0) for v in row) for row, h in zip(results, holes, strict=True)]
-        if not all(_finite(v) for row in results for v in row[:2]):
+        if not all(finite(v) for row in results for v in row[:2]):
             return None
         budgets = [budget(*row, upcast, case.exact, case.wider) for row in results]
         if holes:
@@ -198,7 +198,7 @@ def _sequence(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _finite(value: Tensor) -> bool:
+def finite(value: Tensor) -> bool:
     """Finite, and not so near to overflow that honest formulas differ in whether they do."""
     if not value.dtype.is_floating_point or value.numel() == 0:
         return True
