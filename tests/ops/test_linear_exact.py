@@ -12,8 +12,9 @@ import torch
 
 import nybble
 from nybble.errors import BadInput
+from nybble.ops._promised_linear import RUN
 from nybble.ops.linear_exact import LINEAR_EXACT, cpu, linear_exact
-from nybble.ops.linear_exact.reference import CHAINS, RUN, fma, linear_exact_reference
+from nybble.ops.linear_exact.reference import CHAINS, fma, linear_exact_reference
 
 INTEGER = {2: torch.int16, 4: torch.int32}
 HALVES = (torch.bfloat16, torch.float16)

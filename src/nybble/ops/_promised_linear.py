@@ -17,6 +17,10 @@ from nybble.formats import table
 from nybble.ops._declare import Cost
 from nybble.quantize import QuantTensor, layouts, quantize
 
+RUN = 8
+"""Columns that the kernels read at once: 16 bytes of 16-bit numbers."""
+_ALIGNMENT = 16
+
 Weight = Tensor | QuantTensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTIZED = ("int8_channel", "int4_g128", "int4_g32_asym", "nvfp4", "mxfp4", "fp8_block128", "nf4_g64")
@@ -31,6 +35,16 @@ def values(w: Weight) -> Tensor:
 def rows(x: Tensor) -> Tensor:
     """[..., K] as [M, K]."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def whole_runs(t: Tensor) -> Tensor:
+    """[rows, K] with K a multiple of RUN and rows at multiples of 16 bytes, ended by zeros; t itself if it is so."""
+    k, row = t.shape[1], t.stride(0) * t.element_size()
+    if t.stride(1) == 1 and k % RUN == 0 and row % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0:
+        return t
+    wide = t.new_zeros((len(t), -(-k // RUN) * RUN))
+    wide[:, :k] = t
+    return wide
 
 
 def check(name: str, x: Tensor, w: Weight, bias: Tensor | None) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from nybble.formats.table import BF16, FP16, FP32
 from nybble.ops import _promised_linear as shared
 from nybble.ops._declare import Implementation
-from nybble.ops.linear_exact.reference import CHAINS, RUN, chains, finish, fma
+from nybble.ops._promised_linear import RUN
+from nybble.ops.linear_exact.reference import CHAINS, chains, finish, fma
 
 _OUTPUTS, _MANY_OUTPUTS, _TOKENS = 512, 2048, 16  # of a block whose sums stay in a core's cache
 _EXACT_IN_FLOAT64 = 28

@@ -21,7 +21,7 @@ from nybble.formats.spec import IntFormat
 from nybble.ops import _nvrtc
 from nybble.ops import _promised_linear as shared
 from nybble.ops._declare import Implementation
-from nybble.ops.linear_exact.reference import RUN
+from nybble.ops._promised_linear import RUN
 from nybble.quantize import QuantTensor
 from nybble.quantize.layouts import DENSE
 
@@ -29,7 +29,6 @@ _STREAM, _TILE = (Path(__file__).with_name(name) for name in ("stream.cu", "tile
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INT = 3
 _OLDEST = (8, 0)
-_ALIGNMENT = 16
 
 
 class _Arguments(ctypes.Structure):
@@ -86,11 +85,14 @@ class Tile:
 
 Plan = Stream | Tile
 _STREAMS = {1: Stream(1, 2, 4), 2: Stream(2, 2, 4), 4: Stream(4, 4, 2), 8: Stream(8, 4, 2)}
-_STREAM_TOKENS, _TILES = 32, {64: Tile(4), 128: Tile(8)}
+_FEW_ROWS, _FEW = 8192, Stream(1, 1, 8)  # a row a warp, where two would leave processors without work
+_STREAM_TOKENS, _TILES = 64, {128: Tile(4), 256: Tile(8)}
 
 
-def plan(m: int) -> Plan:
-    """What runs for m tokens."""
+def plan(m: int, n: int) -> Plan:
+    """What runs for m tokens and n outputs."""
+    if m == 1 and n <= _FEW_ROWS:
+        return _FEW
     if m <= _STREAM_TOKENS:
         return _STREAMS[next((tokens for tokens in _STREAMS if tokens >= m), max(_STREAMS))]
     return _TILES[next((tokens for tokens in _TILES if tokens >= m), max(_TILES))]
@@ -108,8 +110,8 @@ def run(x: Tensor, w: shared.Weight, bias: Tensor | None, chosen: Plan | None = 
     """x [..., K] times w^T plus bias, by `chosen` or by what `plan` says."""
     n, k = w.shape
     y = x.new_empty((*x.shape[:-1], n))
-    rows = _whole_runs(shared.rows(x))
-    chosen = chosen or plan(len(rows))
+    rows = shared.whole_runs(shared.rows(x))
+    chosen = chosen or plan(len(rows), n)
     defines, weight, row, groups, scale, zero = _described(w)
     shift = None if bias is None else bias.to(torch.float32).contiguous()
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, scale, zero, shift, y))
@@ -123,16 +125,6 @@ def run(x: Tensor, w: shared.Weight, bias: Tensor | None, chosen: Plan | None = 
     return y
 
 
-def _whole_runs(t: Tensor) -> Tensor:
-    """[rows, K] with rows of whole runs at multiples of 16 bytes, ended by zeros; t itself if it is so already."""
-    k, row = t.shape[1], t.stride(0) * t.element_size()
-    if t.stride(1) == 1 and k % RUN == 0 and row % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0:
-        return t
-    wide = t.new_zeros((len(t), -(-k // RUN) * RUN))
-    wide[:, :k] = t
-    return wide
-
-
 def _described(w: shared.Weight) -> tuple[dict[str, int], Tensor, int, int, Tensor | None, Tensor | None]:
     """(macros, the stored weight, a row's bytes, groups, scales, zero points)."""
     if isinstance(w, QuantTensor) and _integers(w) is None:
@@ -140,7 +132,7 @@ def _described(w: shared.Weight) -> tuple[dict[str, int], Tensor, int, int, Tens
         scale, zero = plain.scales()
         defines = {"W_KIND": _INT, "BITS": bits, "GROUP": w.format.block[1] or 0}
         return defines, plain.codes.contiguous(), w.shape[1] * bits // 8, scale.shape[1], scale.contiguous(), zero
-    weight = _whole_runs(shared.values(w))
+    weight = shared.whole_runs(shared.values(w))
     return {"W_KIND": _KINDS[weight.dtype]}, weight, weight.stride(0) * weight.element_size(), 0, None, None
 
 

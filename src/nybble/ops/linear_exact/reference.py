@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from nybble.ops import _promised_linear as shared
+from nybble.ops._promised_linear import RUN
 
-RUN, CHAINS = 8, 32
+CHAINS = 32
 SPAN = RUN * CHAINS
 """Columns after which the first chain's turn comes again."""
 
