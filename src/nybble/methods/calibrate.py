@@ -97,17 +97,18 @@ def collect(
     linears: Mapping[str, nn.Linear],
     runs: Iterable[object],
     around: nn.Module | None = None,
-    activation: BlockFormat | None = None,
+    activations: Mapping[str, BlockFormat | None] | None = None,
 ) -> dict[str, Inputs]:
     """What reaches each linear while `runs` is gone through, one item a batch.
 
-    Linears that are fed the very same tensor share one Inputs. A linear that no input reached has no entry.
+    Linears that are fed the very same tensor, and round it alike, share one Inputs. A linear that no input reached has
+    no entry.
 
     Args:
         linears: by name.
         runs: each item is one batch that ran through the model.
         around: a module that holds the linears; inputs then know the normalization in it that made them.
-        activation: inputs then also know what rounding to it makes of them.
+        activations: the formats of inputs by linear; inputs then also know what rounding makes of them.
 
     Raises:
         BadInput: an input holds NaN or infinity (layer and batch named).
@@ -117,11 +118,21 @@ def collect(
     try:
         for number, _ in enumerate(runs, 1):
             for names, x, producer in watch.take():
-                inputs = _entry(seen, names, x, producer)
-                _add(inputs, names[0], x, activation, number)
+                for fmt, alike in _alike(names, activations or {}).items():
+                    _add(_entry(seen, tuple(alike), x, producer), alike[0], x, fmt, number)
     finally:
         watch.close()
     return _by_name(seen)
+
+
+def _alike(
+    names: tuple[str, ...], activations: Mapping[str, BlockFormat | None]
+) -> dict[BlockFormat | None, list[str]]:
+    """The names by how they round their inputs."""
+    groups: dict[BlockFormat | None, list[str]] = {}
+    for name in names:
+        groups.setdefault(activations.get(name), []).append(name)
+    return groups
 
 
 def _entry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -50,8 +50,14 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def select(model: nn.Module, ignore: Sequence[str]) -> Selection:
-    """Go through a model: which nn.Linear is quantized, and what is skipped for which reason."""
+def select(model: nn.Module, ignore: Sequence[str], leave: Callable[[str], bool] | None = None) -> Selection:
+    """Go through a model: which nn.Linear is quantized, and what is skipped for which reason.
+
+    Args:
+        model: any module.
+        ignore: patterns of `matches` to leave alone.
+        leave: takes a module's name; whether that one is left alone as well.
+    """
     owners = _owners(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters()) or 1
     linears: dict[str, nn.Linear] = {}
@@ -60,7 +66,8 @@ def select(model: nn.Module, ignore: Sequence[str]) -> Selection:
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
                 continue
-            reason = _refusal(module_name, module, parent, parameter_name, parameter, ignore, owners)
+            asked = matches(module_name, ignore) or (leave is not None and leave(module_name))
+            reason = _refusal(module, parent, parameter_name, parameter, asked, owners)
             if reason is None and isinstance(module, nn.Linear):
                 linears[module_name] = module
             elif reason is not None:
@@ -87,16 +94,15 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
 
 
 def _refusal(
-    name: str,
     module: nn.Module,
     parent: nn.Module | None,
     parameter_name: str,
     parameter: Tensor,
-    ignore: Sequence[str],
+    ignored: bool,
     owners: dict[int, list[tuple[str, nn.Module]]],
 ) -> str | None:
     """Why this parameter is not quantized; None where it is."""
-    if matches(name, ignore):
+    if ignored:
         return "ignored on request"
     if isinstance(module, nn.Embedding):
         return "an embedding"

@@ -137,16 +137,23 @@ def _account(path: Path, model: nn.Module, tensors: Ledger) -> None:
 
 
 def _record(model: nn.Module, stored: dict[str, StoredLinear]) -> Record:
-    """The scheme most of the layers have, and what is not quantized."""
-    pairs = [(s.weight.format, s.activation) for s in stored.values()]
-    weight, activation = max(pairs, key=pairs.count)
-    named = next((s for s in SCHEMES.values() if (s.weight, s.activation, s.rule) == (weight, activation, None)), None)
-    inputs = f"_{activation.name}" if activation else "_a16"
-    scheme = named or Scheme(f"{weight.name}{inputs}".upper(), weight, activation)
+    """The scheme most of the layers have, those of others, and what is not quantized."""
+    found = {name: _scheme(one) for name, one in stored.items()}
+    rows = list(found.values())
+    scheme = max(rows, key=rows.count)
     selection = select(model, ())
     total = sum(p.numel() * p.element_size() for p in model.parameters()) or 1
     kept = [
         Skipped(f"{name}.weight", "not quantized in the checkpoint", linear.weight.nbytes / total)
         for name, linear in selection.linears.items()
     ]
-    return Record(scheme, "checkpoint", list(stored), kept + selection.skipped)
+    others = {name: row for name, row in found.items() if row != scheme}
+    return Record(scheme, "checkpoint", list(stored), kept + selection.skipped, others=others)
+
+
+def _scheme(stored: StoredLinear) -> Scheme:
+    """The row of a linear's formats, or one made for them."""
+    weight, activation = stored.weight.format, stored.activation
+    named = next((s for s in SCHEMES.values() if (s.weight, s.activation, s.rule) == (weight, activation, None)), None)
+    inputs = f"_{activation.name}" if activation else "_a16"
+    return named or Scheme(f"{weight.name}{inputs}".upper(), weight, activation)

@@ -24,7 +24,7 @@ from nybble.errors import BadInput, Unsupported
 from nybble.formats.spec import BlockFormat
 from nybble.methods.compose import plan
 from nybble.methods.hadamard import plain_block
-from nybble.methods.select import select
+from nybble.methods.overrides import Overrides, assign
 from nybble.ops import QuantLinear
 from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
@@ -38,25 +38,29 @@ def check_saveable(
     ignore: Sequence[str] = ("lm_head",),
     method: str = "rtn",
     config: Any = None,
+    overrides: Overrides | None = None,
 ) -> None:
     """Raise Unsupported where no checkpoint can hold what `quantize_` would make; to be asked before it.
 
     Args:
         model: not quantized yet; may be without memory (meta device).
         scheme: a scheme or its name.
-        ignore, method, config: as for `quantize_`.
+        ignore, method, config, overrides: as for `quantize_`.
 
     Raises:
         Unsupported: layers, their K and the reason, and schemes that can be saved; or a method that works on inputs
             as they come.
         UnknownName: no such scheme or method.
+        BadInput: an override that matches no layer.
     """
     row = find_scheme(scheme)
     for part in plan(method, config).changes:
         if getattr(part.config, "online", False) and not getattr(part.config, "plain", False):
             raise Unsupported(f"method {part.name} {_ONLINE}")
+    selection, schemes = assign(model, row, ignore, overrides)
     wanted = {
-        name: (row.weight, row.activation, linear.in_features) for name, linear in select(model, ignore).linears.items()
+        name: (schemes[name].weight, schemes[name].activation, linear.in_features)
+        for name, linear in selection.linears.items()
     }
     _refuse(row.name, wanted)
 
