@@ -85,6 +85,7 @@ def test_every_plan_gives_the_same_bits() -> None:
         Tile(2),
         Tile(4),
         Tile(8),
+        Tile(8, 16, 1),
     )
     for n, k in ((131, 1032), (64, 4096)):
         x, w = (

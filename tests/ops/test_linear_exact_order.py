@@ -22,7 +22,7 @@ HALVES = {"bf16": {"X_KIND": 0, "W_KIND": 0}, "fp16": {"X_KIND": 1, "W_KIND": 1}
           "int4": {"X_KIND": 0, "W_KIND": 3, "BITS": 4, "GROUP": 128}, "fp32": {"X_KIND": 2, "W_KIND": 2}}  # fmt: skip
 KERNELS = {"stream-1": ("stream.cu", {"TOKENS": 1, "ROWS": 2, "UNROLL": 2}),
            "stream-8": ("stream.cu", {"TOKENS": 8, "ROWS": 2, "UNROLL": 1}),
-           "tile": ("tile.cu", {"TOKENS": 2, "BLOCKS": 1})}  # fmt: skip
+           "tile": ("tile.cu", {"TOKENS": 2, "ROWS": 8, "BLOCKS": 1})}  # fmt: skip
 FORBIDDEN = r"\.ftz|mma|\batom|\bred\.|\.approx|\.sat|fma\.r[zmp]|\b(mul|add|sub|mad)\.f32"
 
 

@@ -62,25 +62,26 @@ class Stream:
 
 @dataclass(frozen=True)
 class Tile:
-    """How tile.cu is instantiated: 16 * tokens tokens a tile, blocks that share a processor."""
+    """How tile.cu is instantiated: a thread's tokens and rows (times 16: the tile's), blocks that share a processor."""
 
     tokens: int
+    rows: int = 8
     blocks: int = 2
     source, name, threads = _TILE, "linear_exact_tile", 256
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Blocks: tiles of tokens, tiles of outputs."""
-        return -(-m // (16 * self.tokens)), -(-n // 128)
+        return -(-m // (16 * self.tokens)), -(-n // (16 * self.rows))
 
     @property
     def shared_bytes(self) -> int:
         """Totals, and two buffers of 16 columns of both operands."""
-        return 4 * (8 * self.tokens * self.threads + 2 * 16 * (16 * self.tokens + 4 + 128 + 4))
+        return 4 * (self.tokens * self.rows * self.threads + 2 * 16 * (16 * (self.tokens + self.rows) + 8))
 
     @property
     def defines(self) -> dict[str, int]:
         """Macros."""
-        return {"TOKENS": self.tokens, "BLOCKS": self.blocks}
+        return {"TOKENS": self.tokens, "ROWS": self.rows, "BLOCKS": self.blocks}
 
 
 Plan = Stream | Tile

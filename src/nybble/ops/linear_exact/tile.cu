@@ -1,54 +1,60 @@
-// linear_exact for many tokens: tiles of 16 * TOKENS tokens x 128 outputs, 256 threads, 8 * TOKENS sums a thread.
+// linear_exact for many tokens: tiles of 16 * TOKENS tokens x 16 * ROWS outputs, 256 threads, TOKENS * ROWS sums a thread.
 //
 // The tile walks chain after chain of the definition (reference.py), so a thread needs one running sum an output; a
 // finished chain is added to the output's total, which waits in shared memory, a place of its thread's own. Two turns of
 // a chain (16 columns) make a step: each thread fetches runs of eight columns for the next step, widens them once, and
-// lays them into shared memory column by column, where 128 neighbouring rows are read as the multiplications want them.
+// lays them into shared memory column by column, where neighbouring rows are read as the multiplications want them.
 #include "numbers.cuh"
 
 #define THREADS 256
-#define OUTPUTS 128
+#define OUTPUTS (16 * ROWS)
 #define ROWS_X (16 * TOKENS)
+#define W_RUNS (2 * OUTPUTS / THREADS)  // that a thread fetches for a step
 #define STEP (2 * RUN)
 #define WIDTH (TOKENS < 4 ? TOKENS : 4)
 #define X_STRIDE (ROWS_X + 4)
 #define W_STRIDE (OUTPUTS + 4)
-#define PIECES (2 * TOKENS)  // of four totals
+#define PIECES (TOKENS * ROWS / 4)  // of four totals
 
 // A step's run of one row: which turn of the chain, and its bytes; zeros where there is no such column or row.
 __device__ __forceinline__ int column_of(int chain, int step, int half) { return (2 * step + half) * SPAN + chain * RUN; }
 
 struct Fetched {
-  u32 x[X_WORDS], w[W_WORDS];
-  Scale scale;
-  bool has_weight;
+  u32 x[X_WORDS], w[W_RUNS][W_WORDS];
+  Scale scale[W_RUNS];
 
   __device__ __forceinline__ void fetch(const Arguments &p, int token0, int row0, int chain, int step) {
-    const int half = threadIdx.x / OUTPUTS, row = row0 + threadIdx.x % OUTPUTS, column = column_of(chain, step, half);
-    const int x_half = threadIdx.x / ROWS_X, token = token0 + threadIdx.x % ROWS_X, x_column = column_of(chain, step, x_half);
-    has_weight = row < p.N && column < p.K;
-    if (has_weight) {
-      read_once<W_WORDS>(w, p.w + row * p.w_row + column / RUN * (W_WORDS * 4LL));
-      scale = scale_of(p, row, column);
-    }
 #pragma unroll
-    for (int i = 0; i < X_WORDS; ++i) x[i] = 0;
-    if (x_half < 2 && token < p.M && x_column < p.K)
-      read_shared_by_many<X_WORDS>(x, p.x + token * p.x_row + x_column * (long long)X_BYTES);
+    for (int i = 0; i < W_RUNS; ++i) {
+      const int at = threadIdx.x + i * THREADS, row = row0 + at % OUTPUTS, column = column_of(chain, step, at / OUTPUTS);
+      const bool there = row < p.N && column < p.K;
+#pragma unroll
+      for (int e = 0; e < W_WORDS; ++e) w[i][e] = 0;
+      if (there) read_once<W_WORDS>(w[i], p.w + row * p.w_row + column / RUN * (W_WORDS * 4LL));
+      scale[i] = there ? scale_of(p, row, column) : Scale{};
+    }
+    const int half = threadIdx.x / ROWS_X, token = token0 + threadIdx.x % ROWS_X, column = column_of(chain, step, half);
+#pragma unroll
+    for (int e = 0; e < X_WORDS; ++e) x[e] = 0;
+    if (half < 2 && token < p.M && column < p.K)
+      read_shared_by_many<X_WORDS>(x, p.x + token * p.x_row + column * (long long)X_BYTES);
   }
 
   __device__ __forceinline__ void put(float *x_tile, float *w_tile) const {
     float values[RUN];
-    const int x_half = threadIdx.x / ROWS_X;
-    if (x_half < 2) {
+    const int half = threadIdx.x / ROWS_X;
+    if (half < 2) {
       widen<X_KIND>(values, x);
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) x_tile[(x_half * RUN + i) * X_STRIDE + threadIdx.x % ROWS_X] = values[i];
+      for (int i = 0; i < RUN; ++i) x_tile[(half * RUN + i) * X_STRIDE + threadIdx.x % ROWS_X] = values[i];
     }
-    widen_weight(values, w, scale);
 #pragma unroll
-    for (int i = 0; i < RUN; ++i)
-      w_tile[(threadIdx.x / OUTPUTS * RUN + i) * W_STRIDE + threadIdx.x % OUTPUTS] = has_weight ? values[i] : 0.f;
+    for (int i = 0; i < W_RUNS; ++i) {
+      const int at = threadIdx.x + i * THREADS;
+      widen_weight(values, w[i], scale[i]);
+#pragma unroll
+      for (int e = 0; e < RUN; ++e) w_tile[(at / OUTPUTS * RUN + e) * W_STRIDE + at % OUTPUTS] = values[e];
+    }
   }
 };
 
@@ -56,15 +62,15 @@ struct Fetched {
 // four lanes. Lanes 2i and 2i + 1 read the same tokens and lanes i and i ^ 2 the same outputs, which lets a 16-byte read of
 // shared memory serve a warp in two steps instead of four.
 __device__ __forceinline__ int first_token() { return threadIdx.x / 128 * (8 * TOKENS) + threadIdx.x / 2 % 8 * WIDTH; }
-__device__ __forceinline__ int first_output() { return threadIdx.x / 32 % 4 * 32 + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 2 * 4; }
+__device__ __forceinline__ int first_output() { return threadIdx.x / 32 % 4 * (4 * ROWS) + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 2 * 4; }
 __device__ __forceinline__ int token_of(int m) { return first_token() + m / WIDTH * (8 * WIDTH) + m % WIDTH; }
 __device__ __forceinline__ int output_of(int n) { return first_output() + n / 4 * 16 + n % 4; }
 
-__device__ __forceinline__ void multiply(float (*sum)[8], const float *x_tile, const float *w_tile) {
+__device__ __forceinline__ void multiply(float (*sum)[ROWS], const float *x_tile, const float *w_tile) {
   const float *x = x_tile + first_token(), *w = w_tile + first_output();
 #pragma unroll
   for (int k = 0; k < STEP; ++k) {
-    float a[TOKENS], b[8];
+    float a[TOKENS], b[ROWS];
 #pragma unroll
     for (int m = 0; m < TOKENS; m += WIDTH) {
       const float *from = x + k * X_STRIDE + m / WIDTH * (8 * WIDTH);
@@ -73,19 +79,20 @@ __device__ __forceinline__ void multiply(float (*sum)[8], const float *x_tile, c
       else
         for (int i = 0; i < WIDTH; ++i) a[m + i] = from[i];
     }
-    *(float4 *)b = *(const float4 *)(w + k * W_STRIDE), *(float4 *)(b + 4) = *(const float4 *)(w + k * W_STRIDE + 16);
+#pragma unroll
+    for (int n = 0; n < ROWS; n += 4) *(float4 *)(b + n) = *(const float4 *)(w + k * W_STRIDE + n * 4);
 #pragma unroll
     for (int m = 0; m < TOKENS; ++m)
 #pragma unroll
-      for (int n = 0; n < 8; ++n) sum[m][n] = __fmaf_rn(a[m], b[n], sum[m][n]);
+      for (int n = 0; n < ROWS; ++n) sum[m][n] = __fmaf_rn(a[m], b[n], sum[m][n]);
   }
 }
 
 // total += the finished chain; the next one starts at +0.
-__device__ __forceinline__ void finish_chain(float (*sum)[8], float4 *totals) {
+__device__ __forceinline__ void finish_chain(float (*sum)[ROWS], float4 *totals) {
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) {
-    float *s = &sum[i / 2][i % 2 * 4];
+    float *s = &sum[i / (ROWS / 4)][i % (ROWS / 4) * 4];
     float4 t = totals[i * THREADS];
     t.x = __fadd_rn(t.x, s[0]), t.y = __fadd_rn(t.y, s[1]), t.z = __fadd_rn(t.z, s[2]), t.w = __fadd_rn(t.w, s[3]);
     totals[i * THREADS] = t;
@@ -99,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
   float *x_tile = (float *)(shared + PIECES * THREADS), *w_tile = x_tile + 2 * STEP * X_STRIDE;
   const int token0 = blockIdx.x * ROWS_X, row0 = blockIdx.y * OUTPUTS;
   const int runs = p.K / RUN, chains = min(runs, CHAINS);
-  float sum[TOKENS][8] = {};
+  float sum[TOKENS][ROWS] = {};
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) totals[i * THREADS] = {0.f, 0.f, 0.f, 0.f};
 
@@ -126,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
     const float four[4] = {t.x, t.y, t.z, t.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int token = token0 + token_of(i / 2), row = row0 + output_of(i % 2 * 4 + e);
+      const int token = token0 + token_of(i / (ROWS / 4)), row = row0 + output_of(i % (ROWS / 4) * 4 + e);
       if (token < p.M && row < p.N) store(p, token, row, four[e]);
     }
   }
