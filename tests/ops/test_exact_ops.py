@@ -15,6 +15,7 @@ import torch
 
 import cuda_on_cpu
 from nybble.errors import BadInput
+from nybble.models.promised import PromisedRunner
 from nybble.ops import _nvrtc, attention_exact, rmsnorm_exact, rope_exact, silu_exact, token_exact
 from nybble.ops._declare import Implementation, Op
 from nybble.ops._exact import arithmetic, launch
@@ -23,6 +24,7 @@ from nybble.ops.rmsnorm import add_rmsnorm_reference
 from nybble.ops.rope_exact.tables import rope_tables
 from nybble.ops.silu_mul import silu_mul_reference
 from same import copied, results, same_bits, specials
+from tiny_models import IDS, tiny
 
 KERNELS = [
     rmsnorm_exact.ADD_RMSNORM_EXACT, silu_exact.SILU_MUL_EXACT, rope_exact.ROPE_CACHE_EXACT,
@@ -72,6 +74,21 @@ def test_kernels_have_the_bits_of_their_twins_on_special_values(op: Op, dtype: t
     (implementation,) = kernel_of(op).IMPLEMENTATIONS
     for label, args in specials(op.name, dtype):
         equal_on(op, implementation, label, args)
+
+
+def test_a_model_run_by_the_kernels_has_the_bits_of_the_twins(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt and steps through every launcher, as a GPU would run them."""
+    model = tiny()
+    runner = PromisedRunner(model, "cross-machine", 20, 2)
+    expected = [runner.prefill(IDS[:, :5]).clone(), runner.step().clone(), runner.step().clone()]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(_nvrtc, "available", lambda: None)
+    for op in KERNELS:
+        monkeypatch.setitem(op.homes, "cpu", op.homes["cuda"])
+        assert op.implementations("cpu")[0].name.endswith("cuda_sm80")
+    runner = PromisedRunner(model, "cross-machine", 20, 2)
+    for step, logits in enumerate(expected):
+        same_bits(runner.step() if step else runner.prefill(IDS[:, :5]), logits, f"step {step}")
 
 
 @pytest.mark.parametrize("op", [op for op in KERNELS if op is not rope_exact.ROPE_CACHE_EXACT], ids=lambda op: op.name)
