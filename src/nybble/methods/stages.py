@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble.errors import Unsupported
 from nybble.methods.calibrate import Batch, call
+from nybble.methods.room import Room, Shelf, Visits
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class _Entry:
     def hidden(self) -> Any:
         return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]
 
-    def having(self, hidden: Tensor) -> _Entry:
+    def having(self, hidden: Tensor | None) -> _Entry:
         if isinstance(self.slot, int):
             return replace(self, args=(*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]))
         return replace(self, kwargs={**self.kwargs, self.slot: hidden})
@@ -93,6 +95,11 @@ class Whole:
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         self._model, self._batches = model, batches
 
+    @property
+    def device(self) -> torch.device:
+        """Where blocks are worked on."""
+        return next(self._model.parameters()).device
+
     def run(self, stage: Stage) -> Generator[None, None, None]:
         """Call the model with each batch in turn, up to the end of the stage's block."""
         handle = None
@@ -106,8 +113,14 @@ class Whole:
             if handle is not None:
                 handle.remove()
 
-    def advance(self, stage: Stage) -> None:
+    def enter(self, stage: Stage) -> None:
+        """The stage's turn has come."""
+
+    def leave(self, stage: Stage) -> None:
         """Nothing is kept, so nothing moves on."""
+
+    def close(self) -> None:
+        """The last stage is done."""
 
     def probe(self, stage: Stage) -> Tensor:
         """What the stage's module gives for the first batch."""
@@ -124,33 +137,97 @@ class Whole:
 
 
 class Chain(Whole):
-    """Keeps what enters the current block and runs that block alone."""
+    """Keeps what enters the current block and runs that block alone, on a device of its own where asked (room.py).
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch], first: nn.Module, slot: int | str) -> None:
+    Args:
+        model: the model.
+        batches: the calibration.
+        blocks: the model's blocks in their order.
+        slot: which of a block's arguments carries the activations.
+        room: where blocks are worked on, and where the activations are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], blocks: Sequence[nn.Module], slot: int | str, room: Room
+    ) -> None:
         super().__init__(model, batches)
-        self._entries = [replace(_entry(model, batch, first), slot=slot) for batch in batches]
+        self._blocks, self._home = list(blocks), next(blocks[0].parameters()).device
+        self._device = device = room.device or self._home
+        self._visits = Visits(None if device == self._home else device)
+        self._shelf, self._entries = Shelf(room.spill, device), list[_Entry]()
+        for number, batch in enumerate(batches):
+            entry = replace(_entry(model, batch, blocks[0]), slot=slot)
+            self._shelf.put(number, entry.hidden)
+            self._entries.append(_moved(entry.having(None), device))
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def visiting(self) -> bool:
+        """Whether blocks are brought from elsewhere."""
+        return self._device != self._home
+
+    @property
+    def count(self) -> int:
+        """Of batches."""
+        return len(self._entries)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What enters a block, as far as it is kept on the device."""
+        return self._shelf.nbytes_on(self._device)
 
     def run(self, stage: Stage) -> Generator[None, None, None]:
         if stage.module is self._model:
             yield from super().run(stage)
             return
-        for entry in self._entries:
-            stage.module(*entry.args, **entry.kwargs)
+        for entry, hidden in zip(self._entries, self._shelf.all(len(self._entries)), strict=True):
+            whole = entry.having(hidden)
+            stage.module(*whole.args, **whole.kwargs)
             yield
 
-    def advance(self, stage: Stage) -> None:
-        """The kept activations go through the block."""
+    def enter(self, stage: Stage) -> None:
+        """The stage's block comes to the device, and the next one follows while it is worked on."""
         if stage.module is self._model:
             return
-        for index, entry in enumerate(self._entries):
-            self._entries[index] = entry.having(_hidden(stage.module(*entry.args, **entry.kwargs)))
+        self._visits.bring(stage.module)
+        after = self._blocks.index(stage.module) + 1
+        if after < len(self._blocks):
+            self._visits.expect(self._blocks[after])
+
+    def leave(self, stage: Stage) -> None:
+        """The kept activations go through the block, and the block goes home."""
+        if stage.module is self._model:
+            return
+        for number, hidden in enumerate(self._shelf.all(len(self._entries))):
+            whole = self._entries[number].having(hidden)
+            self._shelf.put(number, _hidden(stage.module(*whole.args, **whole.kwargs)))
+        self._visits.back(stage.module, self._home)
+
+    def close(self) -> None:
+        self._visits.close()
+        self._shelf.clear()
 
 
-def drive(model: nn.Module, stages: Sequence[Stage], batches: Sequence[Batch]) -> Whole:
-    """A Chain where the model is one, else Whole."""
+def drive(model: nn.Module, stages: Sequence[Stage], batches: Sequence[Batch], room: Room | None = None) -> Whole:
+    """A Chain where the model is one, else Whole.
+
+    Raises:
+        Unsupported: blocks shall be worked on elsewhere, and the model is no chain of blocks.
+    """
+    room = room or Room()
     blocks = [stage.module for stage in stages if stage.module is not model]
     slot = _chained(model, blocks, batches[0]) if len(blocks) > 1 and batches else None
-    return Whole(model, batches) if slot is None else Chain(model, batches, blocks[0], slot)
+    if slot is not None:
+        return Chain(model, batches, blocks, slot, room)
+    if room != Room():
+        raise Unsupported(
+            f"{type(model).__name__} is no chain of blocks that could be worked on one by one: "
+            "move the model to the device as a whole, and keep activations there"
+        )
+    return Whole(model, batches)
 
 
 def _chained(model: nn.Module, blocks: Sequence[nn.Module], batch: Batch) -> int | str | None:
@@ -205,6 +282,17 @@ def _entry(model: nn.Module, batch: Batch, block: nn.Module) -> _Entry:
     finally:
         handle.remove()
     return found[0]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same with all its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, _Entry):
+        return replace(value, args=_moved(value.args, device), kwargs=_moved(value.kwargs, device))
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, device) for item in value)
+    return {key: _moved(item, device) for key, item in value.items()} if type(value) is dict else value
 
 
 def _hidden(result: Any) -> Any:
