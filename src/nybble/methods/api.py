@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nybble.errors import BadInput
+from nybble.errors import BadInput, Unsupported
 from nybble.methods import memory
 from nybble.methods.calibrate import Batch, Calibration, batches, evaluating, input_amax
 from nybble.methods.compose import Plan, method_module, methods, plan
+from nybble.methods.overrides import Overrides, assign
 from nybble.methods.pipeline import Run, replace, weight_amax
 from nybble.methods.room import Room
-from nybble.methods.select import Selection, Skipped, fused_groups, matches, select
+from nybble.methods.select import Selection, Skipped, fused_groups, matches
 from nybble.methods.stages import Stage, drive, split
 from nybble.methods.work import Work, fingerprint
 from nybble.quantize.schemes import Scheme
@@ -31,12 +32,13 @@ class Record:
     """What quantize_ did to a model.
 
     Attributes:
-        scheme: the scheme.
+        scheme: the scheme, of most layers where there are others.
         method: the method's name.
         quantized: names of the layers that were quantized.
         skipped: every other weight of two axes or more, with reason and share of bytes.
         ignore: the patterns that were asked to be left alone.
         unreached: layers that no calibration input reached, where the method asked for them: rounded to nearest.
+        others: the schemes of layers that have another one, by name.
     """
 
     scheme: Scheme
@@ -45,6 +47,7 @@ class Record:
     skipped: list[Skipped] = field(default_factory=list)
     ignore: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
+    others: Mapping[str, Scheme] = field(default_factory=dict)
 
 
 def record(model: nn.Module) -> Record | None:
@@ -63,6 +66,7 @@ def quantize_(
     method: str = "rtn",
     *,
     ignore: Sequence[str] = ("lm_head",),
+    overrides: Overrides | None = None,
     calibration: Calibration | None = None,
     config: Any = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -82,6 +86,8 @@ def quantize_(
         scheme: a scheme or its name ("W4A16", "NVFP4", …).
         method: a file of nybble.methods, or several joined by "+" ("smoothquant+gptq"); "rtn" rounds to nearest.
         ignore: module names (full, or the tail after a dot) or "re:" patterns to leave alone.
+        overrides: patterns of layers that get another scheme, or None to leave them alone (overrides.py); the last
+            that matches decides.
         calibration: batches the model can be called with, or a callable that makes them; most methods need them, and
             activation formats with a tensor scale then get a static one, which a checkpoint needs.
         config: the method's Config, or compose.Settings for several; None takes defaults.
@@ -95,12 +101,13 @@ def quantize_(
 
     Raises:
         UnknownName: no such scheme or method, with the nearest.
-        BadInput: NaN or infinity in a weight or an input (named), nothing to quantize, no calibration for a
-            method that needs it, or not enough memory (what would fit is said).
-        Unsupported: the method does not serve this format, or blocks cannot be worked on one by one.
+        BadInput: NaN or infinity in a weight or an input (named), nothing to quantize, an override that matches no
+            layer, no calibration for a method that needs it, or not enough memory (what would fit is said).
+        Unsupported: the method does not serve this format, or several schemes at once, or blocks cannot be worked on
+            one by one.
     """
     chosen, what = find_scheme(scheme), plan(method, config)
-    selection = select(model, ignore)
+    selection, schemes = assign(model, chosen, ignore, overrides)
     if not selection.linears:
         raise BadInput(f"{type(model).__name__} has no nn.Linear to quantize (ignored: {', '.join(ignore) or 'none'})")
     given = None if calibration is None else batches(calibration)
@@ -112,36 +119,41 @@ def quantize_(
     weight_amax(selection.linears)
     work = None
     if work_dir is not None:
-        work = Work(work_dir, _identity(model, chosen, what, selection, given))
+        work = Work(work_dir, _identity(model, chosen, schemes, what, selection, given))
     names = list(selection.linears)
     with evaluating(model):
         room = Room(None if device is None else torch.device(device), spill)
-        run = _prepare(model, chosen, what, selection, given, work, room)
+        run = _prepare(model, chosen, schemes, what, selection, given, work, room)
         run.progress = progress
         stages = _stages(model, run, selection)
         selection.linears.clear()  # from here on only the stages hold them, each until it is done
         run.go(stages)
     unreached = tuple(run.unreached if what.needs_inputs else ())
-    set_record(model, Record(chosen, method, names, selection.skipped, tuple(ignore), unreached))
+    others = {name: row for name, row in schemes.items() if row != chosen}
+    set_record(model, Record(chosen, method, names, selection.skipped, tuple(ignore), unreached, others))
     return model
 
 
 def _prepare(
-    model: nn.Module, scheme: Scheme, what: Plan, selection: Selection, given: list[Batch] | None, work: Work | None,
-    room: Room,
+    model: nn.Module, scheme: Scheme, schemes: Mapping[str, Scheme], what: Plan, selection: Selection,
+    given: list[Batch] | None, work: Work | None, room: Room,
 ) -> Run:  # fmt: skip
+    mixed = sorted({row.name for row in schemes.values()} | {scheme.name})
     for part in what.changes:
+        if hasattr(part.module, "fit") and len(mixed) > 1:
+            raise Unsupported(f"{part.name} trains for one scheme, and the overrides make it {', '.join(mixed)}")
         if hasattr(part.module, "prepare"):
             part.module.prepare(model, selection.linears, scheme, part.config)
         if hasattr(part.module, "fit"):
             part.module.fit(model, selection.linears, scheme, given, part.config)
     amax: dict[str, Tensor] = {}
-    if given is not None and scheme.static_input_scale and not what.needs_inputs:
-        amax = input_amax(model, selection.linears, given)
+    static = {name: linear for name, linear in selection.linears.items() if schemes[name].static_input_scale}
+    if given is not None and static and not what.needs_inputs:
+        amax = input_amax(model, static, given)
     stages = split(model, selection.linears)
     driver = drive(model, stages, given, room) if what.needs_inputs and given else None
-    memory.check(driver, stages, dict.fromkeys(selection.linears, scheme))
-    return Run(model, scheme, what, driver, amax, work)
+    memory.check(driver, stages, schemes)
+    return Run(model, scheme, schemes, what, driver, amax, work)
 
 
 def _stages(model: nn.Module, run: Run, selection: Selection) -> list[Stage]:
@@ -153,12 +165,14 @@ def _stages(model: nn.Module, run: Run, selection: Selection) -> list[Stage]:
 
 
 def _identity(
-    model: nn.Module, scheme: Scheme, what: Plan, selection: Selection, given: list[Batch] | None
-) -> dict[str, str]:
+    model: nn.Module, scheme: Scheme, schemes: Mapping[str, Scheme], what: Plan, selection: Selection,
+    given: list[Batch] | None,
+) -> dict[str, str]:  # fmt: skip
     """What makes two runs the same."""
     parts = [f"{part.name} {part.config}" for part in (*what.changes, what.rounds)]
     return {
         "scheme": str(scheme),
+        "others": str({name: row for name, row in schemes.items() if row != scheme}),
         "method": " + ".join(parts),
         "layers": fingerprint(list(selection.linears)),
         "weights": fingerprint(model),

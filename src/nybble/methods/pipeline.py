@@ -39,7 +39,8 @@ class Run:
     """A run over a model.
 
     Attributes:
-        model, scheme, plan: what is done to what.
+        model, scheme, plan: what is done to what; changes of a whole block look at the scheme of most layers.
+        schemes: the scheme of each linear.
         driver: runs blocks over the calibration; None where no part needs it.
         input_amax: static input scales known beforehand, by name.
         work: where finished blocks are kept, or None.
@@ -50,6 +51,7 @@ class Run:
 
     model: nn.Module
     scheme: Scheme
+    schemes: Mapping[str, Scheme]
     plan: Plan
     driver: Whole | None
     input_amax: Mapping[str, Tensor]
@@ -91,8 +93,9 @@ class Run:
         if self.driver is None:
             return {}
         scaled = any(hasattr(part.module, "fold") for part in self.plan.changes)
-        activation = None if scaled else self.scheme.activation  # scaling would change what rounding makes of inputs
-        seen = collect(stage.linears, self.driver.run(stage), stage.module, activation)
+        activations = {name: self.schemes[name].activation for name in stage.linears}
+        # Scaling would change what rounding makes of inputs.
+        seen = collect(stage.linears, self.driver.run(stage), stage.module, None if scaled else activations)
         for name, inputs in seen.items():
             tokens, k = inputs.tokens, len(inputs.amax)
             if tokens < k and (self.starved is None or tokens * self.starved[1] < self.starved[0] * k):
@@ -108,7 +111,7 @@ class Run:
         amax = weight_amax(stage.linears)
         weights = {}
         for name, linear in stage.linears.items():
-            layer = Layer(name, linear.weight, self.scheme, amax[name], inputs.get(name))
+            layer = Layer(name, linear.weight, self.schemes[name], amax[name], inputs.get(name))
             weights[name] = self._round(layer)
             self._tell(total, 1, name)
         reached = {name: seen.amax.amax() for name, seen in inputs.items()}
@@ -134,10 +137,11 @@ class Run:
         for name in list(stage.linears):
             linear = stage.linears.pop(name)
             amax, device, dtype = None, linear.weight.device, linear.weight.dtype
-            if self.scheme.static_input_scale:
+            scheme = self.schemes[name]
+            if scheme.static_input_scale:
                 amax = self.input_amax.get(name, finished.input_amax.get(name))
                 amax = None if amax is None else amax.to(device)
-            layer = QuantLinear(finished.weights.pop(name).to(device), linear.bias, self.scheme.activation, amax)
+            layer = QuantLinear(finished.weights.pop(name).to(device), linear.bias, scheme.activation, amax)
             take_over(linear, layer)
             replace(self.model, linear, layer)
             del linear  # its weight may go before the codes are brought into another layout
