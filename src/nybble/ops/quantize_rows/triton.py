@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.formats.spec import BlockFormat
-from nybble.formats.table import E4M3
 from nybble.ops._declare import Implementation
 from nybble.ops.quantize_rows import empty_parts
 from nybble.ops.quantize_rows.triton_codes import (
@@ -34,8 +33,8 @@ from nybble.quantize import QuantTensor, scales
 from nybble.quantize.layouts import DENSE
 
 _MOST_COLUMNS = 65536  # a row in the registers of the largest block
-_VALUES_A_THREAD = 16
-_PIECES = (2048, 1024, 512)
+_VALUES_A_THREAD = 32
+_PIECES = (4096, 2048, 1024, 512)
 _PROLOGUES = {"plain": 0, "rmsnorm": 1, "silu_mul": 2}
 
 
@@ -86,11 +85,11 @@ def _rotate(v, SIZE: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def _store(
     q, v, codes, start, columns, code_bytes,
-    BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
-    E_STEPS: tl.constexpr, MACHINE: tl.constexpr, P: tl.constexpr,
+    BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_STEPS: tl.constexpr,
+    MACHINE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a piece of quotients, two to a byte where they are short."""
-    found = element_code(q, v, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE)
+    found = element_code(q, v, BITS, E_MANTISSA, E_BIAS, E_MAX, E_STEPS, MACHINE)
     if BITS == 8:
         at = start + tl.arange(0, P)
         tl.store(codes + at, found.to(tl.uint8), at < columns)
@@ -98,6 +97,17 @@ def _store(
         low, high = tl.split(tl.reshape(found, (P // 2, 2)))
         at = start // 2 + tl.arange(0, P // 2)
         tl.store(codes + at, ((low & 0xF) | (high << 4)).to(tl.uint8), at < code_bytes)
+
+
+@triton.jit
+def _row(
+    v, e, codes, start, columns, code_bytes,
+    BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
+    E_STEPS: tl.constexpr, S_MANTISSA: tl.constexpr, MACHINE: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Codes of a piece of a row that has one scale."""
+    q = divide(v, e, 0, E_MANTISSA, E_MAX, E_MIN, S_MANTISSA, MACHINE)
+    _store(q, v, codes, start, columns, code_bytes, BITS, E_MANTISSA, E_BIAS, E_MAX, E_STEPS, MACHINE, P)
 
 
 @triton.jit
@@ -109,15 +119,15 @@ def _blocks(
     MACHINE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Scales and codes of a piece whose blocks each have a scale."""
-    blocks = tl.reshape(v.to(tl.float32), (P // BLOCK, BLOCK))
+    blocks = tl.reshape(v, (P // BLOCK, BLOCK))
     stored, e = block_scale(
         tl.max(magnitude_bits(blocks), 1), encode, decode,
-        E_MAX, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN, S_TOP, S_MOST, TARGET,
+        E_MAX, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN, S_TOP, S_MOST, TARGET, MACHINE,
     )  # fmt: skip
     at = start // BLOCK + tl.arange(0, P // BLOCK)
     tl.store(scale + at, stored.to(scale.dtype.element_ty), at < scale_columns)
-    q = tl.reshape(divide(blocks, e[:, None], E_MANTISSA, S_MANTISSA, MACHINE), (P,))
-    _store(q, v, codes, start, columns, code_bytes, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P)
+    q = tl.reshape(divide(blocks, e[:, None], BLOCK, E_MANTISSA, E_MAX, E_MIN, S_MANTISSA, MACHINE), (P,))
+    _store(q, v, codes, start, columns, code_bytes, BITS, E_MANTISSA, E_BIAS, E_MAX, E_STEPS, MACHINE, P)
 
 
 @triton.jit
@@ -149,7 +159,7 @@ def _quantize_rows_kernel(
             total += _squares(v1, P1)
         if P2 > 0:
             total += _squares(v2, P2)
-        mean = tl.div_rn(total.to(tl.float32), columns.to(tl.float32))
+        mean = tl.div_rn(total.to(tl.float32), columns * 1.0)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         v0 = _normal(v0, gain, inverse, start, columns, P0)
         if P1 > 0:
@@ -174,16 +184,16 @@ def _quantize_rows_kernel(
         if P2 > 0:
             largest = tl.maximum(largest, tl.max(magnitude_bits(v2), 0))
         stored, e = block_scale(largest, encode, decode, E_MAX, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN, S_TOP,
-                                S_MOST, TARGET)  # fmt: skip
+                                S_MOST, TARGET, MACHINE)  # fmt: skip
         tl.store(scale, stored)
-        _store(divide(v0, e, E_MANTISSA, S_MANTISSA, MACHINE), v0, codes, start, columns, code_bytes,
-               BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P0)  # fmt: skip
+        _row(v0, e, codes, start, columns, code_bytes,
+             BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, MACHINE, P0)  # fmt: skip
         if P1 > 0:
-            _store(divide(v1, e, E_MANTISSA, S_MANTISSA, MACHINE), v1, codes, s1, columns, code_bytes,
-                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P1)  # fmt: skip
+            _row(v1, e, codes, s1, columns, code_bytes,
+                 BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, MACHINE, P1)  # fmt: skip
         if P2 > 0:
-            _store(divide(v2, e, E_MANTISSA, S_MANTISSA, MACHINE), v2, codes, s2, columns, code_bytes,
-                   BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, MACHINE, P2)  # fmt: skip
+            _row(v2, e, codes, s2, columns, code_bytes,
+                 BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, MACHINE, P2)  # fmt: skip
     else:
         _blocks(v0, codes, scale, start, columns, code_bytes, scale_columns, encode, decode,
                 BLOCK, BITS, E_MANTISSA, E_BIAS, E_MAX, E_MIN, E_STEPS, S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN,
@@ -231,11 +241,11 @@ def _facts(fmt: BlockFormat) -> dict[str, Any]:
     return facts(fmt)
 
 
-def _machine(fmt: BlockFormat, device: torch.device) -> int:
+def _machine(device: torch.device) -> int:
     """0: the interpreter, whose multiply-add rounds twice; 1: a GPU; 2: one that converts to E4M3 by itself."""
     if device.type != "cuda":
         return 0
-    return 2 if fmt.element == E4M3 and torch.cuda.get_device_capability(device) >= (8, 9) else 1
+    return 2 if torch.cuda.get_device_capability(device) >= (8, 9) else 1
 
 
 def _supports(
@@ -272,7 +282,7 @@ def _triton(
             flat, added, flat if gain is None else gain.contiguous(), h, codes, stored,
             flat if tensor_amax is None else tensor_amax, stored if tensor is None else tensor,
             flat.stride(0), added.stride(0), width, codes.shape[-1], scale.shape[-1], chunks, eps,
-            _PROLOGUES[prologue], residual is not None, hadamard, _machine(fmt, x.device), *cut, **_facts(fmt),
+            _PROLOGUES[prologue], residual is not None, hadamard, _machine(x.device), *cut, **_facts(fmt),
             MOST=scales.MAX_ENCODE, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     elif tensor_amax is not None and (second := scales.tensor_scale(fmt.rule, fmt, tensor_amax)) is not None:

@@ -15,9 +15,10 @@ import triton.language as tl
 from nybble.errors import Unsupported
 from nybble.formats import exact
 from nybble.formats.spec import BlockFormat, FloatFormat, IntFormat
-from nybble.formats.table import FP32
+from nybble.formats.table import E4M3, FP32
 from nybble.quantize.scales import exponent_of
 
+_E4M3_MAX = tl.constexpr(E4M3.max)
 _MANTISSA = tl.constexpr(FP32.mantissa_bits)
 _BIAS = tl.constexpr(FP32.bias)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -25,6 +26,7 @@ _SIGN = tl.constexpr(-0x80000000)
 _ONE, _TWO = tl.constexpr(1), tl.constexpr(2.0)  # as constants, so that the interpreter combines them with others
 _EXPONENT = tl.constexpr(((1 << FP32.exponent_bits) - 1) << FP32.mantissa_bits)
 _SMALL, _LARGE = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)  # beyond, quotients are taken of scaled numbers
+_SMALLEST_NORMAL = tl.constexpr(2.0**FP32.min_exponent)
 _UP, _DOWN = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)
 _TO_WHOLE = tl.constexpr(1.5 * 2.0**FP32.mantissa_bits)  # added to |x| < 2^22, the float32 adder rounds x to a whole
 
@@ -100,6 +102,7 @@ def block_scale(
     largest, encode, decode,
     E_MAX: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MAX: tl.constexpr,
     S_FLOOR: tl.constexpr, S_NAN: tl.constexpr, S_TOP: tl.constexpr, S_MOST: tl.constexpr, TARGET: tl.constexpr,
+    MACHINE: tl.constexpr,
 ):  # fmt: skip
     """(what is stored, e) for blocks whose largest magnitudes have these bits; for power-of-two scales 1 / e."""
     if S_MANTISSA == 0:
@@ -117,9 +120,16 @@ def block_scale(
             stored = tl.where(finite, tl.where(scale == 0, S_FLOOR, scale), float("nan"))
             e = stored
         else:
-            code = float_code(tl.minimum(tl.where(finite, scale, 0.0), S_MAX), S_MANTISSA, S_BIAS)
-            code = tl.where(code == 0, S_FLOOR, code)
-            e = tl.where(finite, float_value(code, S_MANTISSA, S_BIAS), float("nan"))
+            limited = tl.minimum(tl.where(finite, scale, 0.0), S_MAX)
+            if MACHINE == 2 and S_MAX == _E4M3_MAX:
+                code = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+                code = tl.where(code == 0, S_FLOOR, code)
+                value = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            else:
+                code = float_code(limited, S_MANTISSA, S_BIAS)
+                code = tl.where(code == 0, S_FLOOR, code)
+                value = float_value(code, S_MANTISSA, S_BIAS)
+            e = tl.where(finite, value, float("nan"))
             stored = tl.where(finite, code, S_NAN)
         if TARGET > 0:
             e = e * decode
@@ -140,71 +150,86 @@ def reciprocal(e):
     f = tl.where(e < _SMALL, _UP, tl.where(e > _LARGE, _DOWN, 1.0))
     scaled = e * f
     high = tl.div_rn(1.0, scaled)
-    return f, scaled, high, tl.fma(-scaled, high, 1.0) * high
+    left = tl.fma(-scaled, high, 1.0)
+    low = left * high
+    return f, scaled, high, tl.fma(left, low, low)
 
 
 @triton.jit
-def quotient(v, f, e, high, low):
-    """v f / e rounded to nearest, where a division would branch for every value.
+def quotient(x, e, high, low, SHORT: tl.constexpr):
+    """x / e as a division rounds it, where a division would branch for every value.
 
-    v f (high + low) is within an ulp; its remainder is exact in a fused multiply-add, and one step with it rounds as
-    a division does (Markstein, IBM J. Res. Dev. 34, 1990). f keeps the remainder of every quotient that matters
-    above the smallest float32.
+    x (high + low) is nearly twice as precise as float32. For x of up to 11 bits (SHORT) no tie of an element lies so
+    near to a quotient that its rounding could matter: a test tries them all. For others the remainder, exact in a
+    fused multiply-add, gives one more step, after which all bits are a division's (Markstein, IBM J. Res. Dev. 34,
+    1990).
     """
-    x = v * f
-    near = tl.fma(x, high, x * low)
-    return tl.fma(tl.fma(-near, e, x), high, near)
+    q = tl.fma(x, high, x * low)
+    if not SHORT:
+        q = tl.fma(tl.fma(-q, e, x), high, q)
+    return q
 
 
 @triton.jit
-def divide(v, e, E_MANTISSA: tl.constexpr, S_MANTISSA: tl.constexpr, MACHINE: tl.constexpr):
-    """v, or |v| for floats, by what `block_scale` gave, rounded to nearest; MACHINE is 0 in the interpreter."""
+def divide(
+    v, e, BLOCK: tl.constexpr, E_MANTISSA: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
+    S_MANTISSA: tl.constexpr, MACHINE: tl.constexpr,
+):  # fmt: skip
+    """v, or |v| for floats, by what `block_scale` gave, rounded to nearest; MACHINE is 0 in the interpreter.
+
+    Where integers can leave their range they are clipped: in blocks, whose scales are rounded, and where e is not a
+    normal number.
+    """
     wide = v.to(tl.float32)
     if E_MANTISSA > 0:
-        wide = tl.abs(wide)
+        wide = magnitude_bits(v).to(tl.float32, bitcast=True)
     if S_MANTISSA == 0:
         q = wide * e
     elif MACHINE == 0:
         q = tl.div_rn(wide, tl.broadcast_to(e, wide.shape))
     else:
         f, scaled, high, low = reciprocal(e)
-        q = quotient(wide, f, scaled, high, low)
+        if BLOCK > 0 or f != 1.0:  # for a whole row a branch, which is seldom taken
+            wide = wide * f
+        q = quotient(wide, scaled, high, low, v.dtype.primitive_bitwidth == 16)
+    if E_MANTISSA == 0 and (BLOCK > 0 or e < _SMALLEST_NORMAL):
+        q = tl.minimum(tl.maximum(q, E_MIN), E_MAX)
     return q
 
 
 @triton.jit
 def element_code(
-    q, v, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr, E_MIN: tl.constexpr,
+    q, v, BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MAX: tl.constexpr,
     E_STEPS: tl.constexpr, MACHINE: tl.constexpr,
 ):  # fmt: skip
-    """The codes (int32, for integers in the low BITS) of `divide`'s quotients of v; MACHINE is 2 where E4M3 is native.
+    """The codes (int32, their low BITS) of `divide`'s quotients of v; MACHINE is 2 where E4M3 is converted by itself.
 
     A short float's code is a concave function of its magnitude, a straight line a power of two: the least of the
     lines, each rounded to a whole, is the code. A longer one's magnitude is added to 2^(23 - M) times its own power
     of two, where the float32 adder rounds it to M bits; below the smallest normal the power stays.
     """
     if E_MANTISSA == 0:
-        whole = tl.minimum(tl.maximum(q, E_MIN), E_MAX)
         if E_STEPS != 1:
-            whole = whole * E_STEPS
-        code = (whole + _TO_WHOLE).to(tl.int32, bitcast=True)
+            q = q * E_STEPS
+        code = (q + _TO_WHOLE).to(tl.int32, bitcast=True)
     else:
-        sign = v.to(tl.float32).to(tl.int32, bitcast=True) & _SIGN
-        if MACHINE == 2:
-            signed = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        bits = v.to(tl.float32).to(tl.int32, bitcast=True)
+        # Magnitudes are compared as integers, which takes one instruction.
+        most = tl.full((), E_MAX, tl.float32).to(tl.int32, bitcast=True)
+        a = tl.minimum(q.to(tl.int32, bitcast=True), most).to(tl.float32, bitcast=True)
+        if MACHINE == 2 and E_MAX == _E4M3_MAX:
+            signed = (q.to(tl.int32, bitcast=True) | (bits & _SIGN)).to(tl.float32, bitcast=True)
             code = signed.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
         elif BITS == 4:
-            a = tl.minimum(q, E_MAX)
-            code = (a * _TWO ** (E_MANTISSA + E_BIAS - 1) + _TO_WHOLE).to(tl.int32, bitcast=True)
+            code = tl.fma(a, _TWO ** (E_MANTISSA + E_BIAS - 1), _TO_WHOLE).to(tl.int32, bitcast=True)
             for i in tl.static_range(1, (1 << (BITS - 1 - E_MANTISSA)) - 1):
                 line = tl.fma(a, _TWO ** (E_MANTISSA + E_BIAS - 1 - i), _TO_WHOLE + (i << E_MANTISSA))
                 code = tl.minimum(code, line.to(tl.int32, bitcast=True))
-            code |= (sign >> (32 - BITS)) & (_ONE << (BITS - 1))
+            code |= (bits >> (32 - BITS)) & (_ONE << (BITS - 1))
         else:
             SHIFT: tl.constexpr = _MANTISSA - E_MANTISSA
             FIRST: tl.constexpr = ((1 + _BIAS - E_BIAS) << E_MANTISSA) + (SHIFT << _MANTISSA)
-            a = tl.minimum(q, E_MAX)
             power = tl.maximum(a, _TWO ** (1 - E_BIAS)).to(tl.int32, bitcast=True) & _EXPONENT
             rounded = (a + (power + (SHIFT << _MANTISSA)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-            code = (rounded - power - FIRST + (power >> SHIFT)) | ((sign >> (32 - BITS)) & (_ONE << (BITS - 1)))
+            code = (rounded - power - FIRST + (power >> SHIFT)) | ((bits >> (32 - BITS)) & (_ONE << (BITS - 1)))
     return code
