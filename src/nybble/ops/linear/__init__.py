@@ -138,6 +138,8 @@ CASE_SHAPES = (
     (5, 48, 160),
     (17, 128, 256),
     (33, 33, 96),
+    (70, 136, 192),
+    (130, 72, 320),
 )
 
 
@@ -183,7 +185,7 @@ LINEAR = Op(
     cases=cases,
     cost=cost,
     size=size,
-    homes={"cpu": "nybble.ops.linear.cpu", "cuda": "nybble.ops.linear.cuda"},
+    homes={"cpu": "nybble.ops.linear.cpu", "cuda": "nybble.ops.linear.gpu"},
     fallback=Implementation("linear_dequantize", _emulated, lambda *args: None, native=False),
 )
 
