@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -129,15 +128,16 @@ def difference(recorded: Mapping[str, Any], seen: Mapping[str, Any]) -> str:
 
 
 def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """All of the file or none of it."""
+    """All of the file or none of it; an op a line."""
     target = Path(path)
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    part = target.with_name(target.name + ".part")
+    ops = ",\n  ".join(json.dumps(op) for op in content["ops"])
+    lines = [f'"{key}": {json.dumps(value)}' for key, value in content.items() if key != "ops"]
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, target)
+        part.write_text("{\n " + ",\n ".join([*lines, f'"ops": [\n  {ops}\n ]']) + "\n}\n", encoding="utf-8")
+        os.replace(part, target)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise BadInput(f"{path}: cannot be written: {error}") from error
 
 
