@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +195,19 @@ def test_a_fingerprint_repeats_itself_whatever_layout_or_runner(made: dict[str, 
     assert known == made
     assert fingerprint.check(again, known) == ""
     assert nybble.verify_promise(again, "cross-machine", batches=(), steps=0, recorded=tmp_path / "f.json").holds
+
+
+def test_another_instruction_set_and_more_threads_give_the_same_bits(tmp_path: Path) -> None:
+    """The nearest thing to another machine that a CPU has to offer: torch's kernels without vector instructions."""
+    nybble.save(nybble.quantize_(tiny(), "W4A16"), tmp_path / "model")
+    fingerprint.write(tmp_path / "f.json", fingerprint.make(nybble.load(tmp_path / "model"), IDS[0], 8))
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "3"}
+    command = [sys.executable, "-m", "nybble", "fingerprint", str(tmp_path / "model"), "--device", "cpu"]
+    run = subprocess.run(
+        [*command, "--check", str(tmp_path / "f.json")], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "the same bits" in run.stdout
 
 
 def test_a_fingerprint_of_a_quantized_model_knows_its_bits() -> None:
