@@ -2,9 +2,9 @@
 
     python benchmarks/mixed.py [--out FILE] [--only NAME,…]
 
-Quality is measured as `nybble survey` does: the last 4,096 tokens of the text in windows of 1,024, float32, every layer
-by its definition. Weights are rounded to nearest; "hadamard" rotates the inputs of every linear as they come. The mix of
-APEX4 (arXiv 2606.08761) has one scale a channel and a token, and groups of 32 in v and down.
+Quality is measured as `nybble survey` does: the last 4,096 tokens of the text in windows of 1,024, float32, every
+layer by its definition. Weights are rounded to nearest; "hadamard" rotates the inputs of every linear as they come. The
+mix of APEX4 (arXiv 2606.08761) has one scale a channel and a token, and groups of 32 in v and down.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MODEL, TOKENS, WINDOW = "smollm2-135m", 4096, 1024
 FINE = {"*.v_proj": "W4A4_G32", "*.down_proj": "W4A4_G32"}
 ROWS: dict[str, tuple[str, str, dict[str, str]]] = {
     "W8A8": ("W8A8", "rtn", {}),
+    "W8A8, smoothquant": ("W8A8", "smoothquant+rtn", {}),
+    "W8A8, hadamard": ("W8A8", "hadamard+rtn", {}),
     "W4A4 g128": ("W4A4", "rtn", {}),
     "W4A4 channel, v and down g32": ("W4A4_CHANNEL", "rtn", FINE),
     "W4A4 g128, v and down g32": ("W4A4", "rtn", FINE),
@@ -47,7 +49,9 @@ def main() -> None:
     parser.add_argument("--commit")
     options = parser.parse_args()
     content = texts.default_text()
-    windows = texts.split(texts.encode(load_tokenizer(MODEL), content), TOKENS, WINDOW, content.name)
+    ids = texts.encode(load_tokenizer(MODEL), content)
+    windows = texts.split(ids, TOKENS, WINDOW, content.name)
+    seen = [{"input_ids": one} for one in texts.calibration(ids, TOKENS)]  # none of the tokens measured
     model = load(MODEL, dtype=torch.float32)
     original = reference(model, windows)
     print(f"original {original.quality.perplexity:.4f}", flush=True)
@@ -60,7 +64,8 @@ def main() -> None:
         if options.only and name not in options.only.split(";"):
             continue
         start = time.perf_counter()
-        narrow = quantize_(copy.deepcopy(model), scheme, method, overrides=overrides)
+        calibration = seen if "smoothquant" in method else None
+        narrow = quantize_(copy.deepcopy(model), scheme, method, overrides=overrides, calibration=calibration)
         with by_definition(narrow):
             quality = evaluate(narrow, windows, original)
         row = {"name": name, "scheme": scheme, "method": method, "overrides": overrides,

@@ -4,6 +4,7 @@ Without a GPU the kernel runs in Triton's interpreter, whose conversion to bfloa
 bfloat16 is for a GPU only.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -138,6 +139,29 @@ def test_a_block_with_nan_or_infinity_decodes_to_nan() -> None:
 @pytest.mark.gpu(capability=(8, 0))
 def test_a_block_with_nan_or_infinity_decodes_to_nan_on_a_gpu() -> None:
     check_not_finite("cuda", torch.bfloat16)
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c rounded once to float32: every product of two float32 numbers is exact in float64."""
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", [8, 11])
+def test_no_quotient_of_a_short_number_falls_on_the_wrong_side_of_a_tie(bits: int) -> None:
+    """What triton_codes.quotient says of bfloat16 and float16: all their mantissas x, all ties t of the elements it
+    writes, and all divisors e around x / t; elsewhere a quotient is too far from a tie for its last bits to matter."""
+    wholes = np.arange(128) + 0.5  # of eight bits, and of fewer
+    floats = np.concatenate([(np.arange(16) + 0.5) / 8, [0.25, 0.75, 2.5, 3.5, 5.0]])  # E4M3's pattern; E2M1
+    x = np.arange(1 << bits - 1, 1 << bits).astype(np.float32)[:, None]
+    ties = np.concatenate([wholes, floats]).astype(np.float32)
+    middle = (x / ties).astype(np.float32)
+    for steps in range(-4, 5):
+        e = (middle.view(np.int32) + steps).view(np.float32)
+        high = np.float32(1) / e
+        left = fused(-e, high, np.float32(1))
+        low = fused(left, left * high, left * high)
+        q = fused(x, high, x * low)
+        assert (np.sign(q - ties) == np.sign(x / e - ties)).all()
 
 
 def test_the_rotation_is_sylvesters() -> None:

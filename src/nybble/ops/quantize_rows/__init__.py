@@ -90,12 +90,21 @@ def _produce(
     check(x, fmt, prologue, residual, gain, hadamard)
     rest = (prologue, residual, gain, eps, tensor_amax, hadamard)
     if torch.compiler.is_compiling():
-        codes, scale, *others = torch.ops.nybble.quantize_rows(x, fmt.name, *rest)
-        tensor = others.pop(0) if fmt.tensor_scale else None
+        parts = torch.ops.nybble.quantize_rows(x, fmt.name, *rest)
+        codes, scale, tensor = parts[0], parts[1], parts[2] if fmt.tensor_scale else None
         shape = (*x.shape[:-1], _width(x, prologue))
-        q = QuantTensor(fmt, shape, codes, scale, tensor, None, DENSE, x.dtype)
-        return q, others[0] if residual is not None else x
+        q = _traced(format=fmt, shape=shape, codes=codes, scale=scale, tensor_scale=tensor, dtype=x.dtype)
+        return q, parts[-1] if residual is not None else x
     return choose(QUANTIZE_ROWS, x.device.type, x, fmt, *rest).run(x, fmt, *rest)
+
+
+def _traced(**fields: Any) -> QuantTensor:
+    """A dense QuantTensor, made field by field: torch 2.11's tracer cannot follow the initializer of a frozen dataclass
+    whose default is an object of ours."""
+    q = object.__new__(QuantTensor)
+    for name, value in {"zero_point": None, "layout": DENSE, **fields}.items():
+        object.__setattr__(q, name, value)
+    return q
 
 
 def _width(x: Tensor, prologue: str) -> int:
