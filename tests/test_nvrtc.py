@@ -38,13 +38,21 @@ def test_stream_compiles_everywhere(arch: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [config.Tile(4, 16, 1, 5), config.Tile(2, 64, 1, 5, 2), config.Tile(2, 128, 2, 3)], ids=str
+    "plan",
+    [config.Tile(2, 16, 1, 3, split=2, tiles=2), config.Tile(1, 64, 1, 3, 2, split=4), config.Tile(2, 128, 2, 3)],
+    ids=str,
 )
 def test_tile_compiles_for_hopper(plan: config.Tile, cache: Path) -> None:
     for name in ("int4_g128", "int8_channel", "nvfp4"):
         fmt, fp16 = table.block(name), FORMATS[name]
         defines = {**macros.defines(fmt, fp16), **macros.tile_defines(fmt, fp16), **plan.defines(1)}
         assert _nvrtc.build(cuda._TILE, defines, "90a").startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_widen_compiles_everywhere(arch: str, cache: Path) -> None:
+    for name in FORMATS:
+        assert _nvrtc.build(cuda._WIDEN, macros.defines(table.block(name), False), arch).startswith(b"\x7fELF")
 
 
 def _source(folder: Path, body: str) -> Path:

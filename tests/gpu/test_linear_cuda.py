@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nybble
+from nybble.errors import BadInput
 from nybble.ops._choose import choose
 from nybble.ops._declare import Implementation
 from nybble.ops.linear import LINEAR, QuantLinear, config, linear
@@ -21,8 +22,12 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def weight(n: int, k: int, name: str) -> QuantTensor:
-    w = nybble.quantize(normal(n, k, seed=1), name)
-    probe = torch.empty(1, k, dtype=torch.bfloat16, device="cuda")
+    return weight_of(normal(n, k, seed=1), name)
+
+
+def weight_of(original: torch.Tensor, name: str) -> QuantTensor:
+    w = nybble.quantize(original, name)
+    probe = torch.empty(1, original.shape[1], dtype=torch.bfloat16, device="cuda")
     layout = choose(LINEAR, "cuda", probe, w, None, None, None).layout(w)
     return w if layout is None else w.to_layout(layout)
 
@@ -40,7 +45,7 @@ def test_agrees_with_the_reference_on_every_case_it_takes(implementation: Implem
             LINEAR.check(implementation.run(*args), args, f"{implementation.name} on {label}")
             assert torch.equal(args[0], before), "the input is left alone"
             served += 1
-    assert served >= 2, f"the cases never reach {implementation.name}"
+    assert served >= 2 or "cublas" in implementation.name, f"the cases never reach {implementation.name}"
 
 
 def test_every_plan_agrees_and_repeats_itself() -> None:
@@ -53,7 +58,7 @@ def test_every_plan_agrees_and_repeats_itself() -> None:
         kinds: dict[object, object] = {}
         for _, plan in config.choose(cuda.problem(x, w)).scored:
             split = getattr(plan, "slices", 1) > 1 or getattr(plan, "cluster", 1) > 1
-            kinds.setdefault((type(plan), split), plan)
+            kinds.setdefault((type(plan), split, getattr(plan, "split", 1), getattr(plan, "tiles", 1)), plan)
         for plan in kinds.values():
             y = cuda.run(x, w, bias, plan)
             LINEAR.check(y, args, f"{plan} on {label}")
@@ -98,6 +103,49 @@ def test_the_largest_fp16_inputs_and_zero_groups(name: str, m: int) -> None:
     assert y.isfinite().all()
     LINEAR.check(y, args, name)
     assert not linear(x, nybble.quantize(torch.zeros(64, 512, device="cuda"), name)).any()
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "nvfp4", "fp8_block128", "nf4_g64", "int8_channel"])
+@pytest.mark.parametrize(("n", "k"), [(1030, 1100), (2048, 1024)])
+def test_many_tokens_through_cublas(name: str, n: int, k: int) -> None:
+    cuda = pytest.importorskip("nybble.ops.linear.cuda")
+    w, x = weight(n, k, name), normal(4096, k, seed=4, dtype=torch.bfloat16)
+    bias = normal(n, seed=5, dtype=torch.bfloat16)
+    LINEAR.check(cuda.run(x, w, bias, config.Widen()), (x, w, bias, None, None), name)
+    plain, expected = cuda.widened(w), w.dequantize(torch.float32).to(torch.bfloat16)
+    if name in ("nvfp4", "nf4_g64"):  # float32 rounds the reference's product first, or the table's values
+        assert (plain == expected).float().mean() > 0.99
+        assert ((plain - expected).abs() <= expected.abs() * 2.0**-7).all()
+    else:
+        assert torch.equal(plain, expected), "each value is rounded once"
+    held = torch.cuda.memory_allocated()
+    for _ in range(10):
+        linear(x, w, bias)
+    assert torch.cuda.memory_allocated() == held, "the plain weight is given back"
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize(("name", "dtype"), [("int4_g128", torch.float16), ("mxfp4", torch.bfloat16)])
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 1.0, 2.0**12, 2.0**70])
+def test_weights_of_unusual_sizes_are_right(name: str, dtype: torch.dtype, size: float, m: int) -> None:
+    """Where the shortcuts of macros.usual_scales do not hold, another way is taken."""
+    w = weight_of(normal(96, 512, seed=6) * size, name)
+    x = normal(m, 512, seed=7) / (size if dtype == torch.bfloat16 else max(1.0, size / 16))
+    if dtype == torch.float16 and not 2.0**-20 < size < 2.0**20:
+        pytest.skip("beyond what fp16 results hold")
+    args = (x.to(dtype), w, None, None, None)
+    LINEAR.check(linear(*args[:2]), args, f"{name} of size {size}")
+
+
+@pytest.mark.parametrize(("name", "part", "code"), [("fp8_channel", "codes", 0x7F), ("nvfp4", "scale", 0x7F),
+                                                    ("mxfp4", "scale", 0xFF)])  # fmt: skip
+def test_codes_that_are_no_numbers_are_refused_when_the_weight_is_laid_out(name: str, part: str, code: int) -> None:
+    w = nybble.quantize(normal(64, 256), name)
+    getattr(w, part).view(torch.uint8).view(-1)[17] = code
+    with pytest.raises(BadInput, match=r"1 (elements|scales) of the weight are NaN"):
+        linear(normal(1, 256, dtype=torch.bfloat16), w)
+    with pytest.raises(BadInput):
+        QuantLinear(w).prepare(torch.bfloat16)
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])

@@ -94,6 +94,41 @@ def test_short_elements_take_their_scale_exactly(name: str, fp16: bool) -> None:
     )
 
 
+def test_powers_of_two_are_taken_in_exactly_within_the_usual_range() -> None:
+    """And what leaves the range below is lost beside the largest scale that the range allows."""
+    fmt = block("mxfp4")
+    found = macros.defines(fmt, False)
+    bounds = macros.usual_scales(fmt, False)
+    assert bounds is not None
+    assert found["FOLD"]
+    assert isinstance(fmt.element, FloatFormat)
+    values = torch.tensor(array.values(fmt.element), dtype=torch.float64)
+    for exponent in range(-127, 128):
+        raised = (
+            (torch.tensor(2.0**exponent * 2.0 ** found["FOLD_UP"], dtype=torch.float64)).to(torch.bfloat16).double()
+        )
+        made = (raised * values * 2.0 ** (fmt.element.bias - BF16.bias)).to(torch.bfloat16).double()
+        undone = made * macros.factor(fmt, False)
+        if 2.0**exponent <= bounds[1]:
+            lost = (undone - 2.0**exponent * values).abs().max()
+            assert lost == 0 or lost <= bounds[0] * 2.0**-30
+        if bounds[0] <= 2.0**exponent <= bounds[1]:
+            assert torch.equal(undone, 2.0**exponent * values)
+    assert not macros.defines(fmt, False, usual=False)["FOLD"]
+
+
+def test_integers_in_fp16_stay_finite_within_the_usual_range() -> None:
+    fmt = block("int4_g128")
+    bounds = macros.usual_scales(fmt, True)
+    assert bounds is not None
+    raised = torch.tensor(bounds[1], dtype=torch.float64).mul(2.0**macros.FP16_SCALE_UP).to(torch.float16)
+    assert raised.isfinite()
+    assert macros.tile_refusal(fmt, True) is None
+    assert "largest scale" in (macros.tile_refusal(fmt, True, usual=False) or "")
+    assert macros.tile_refusal(fmt, False, usual=False) is None
+    assert macros.usual_scales(fmt, False) is None
+
+
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("size", [2.0**-15, 0.02, 8.0])
 def test_scaled_weights_keep_the_bits_of_their_dtype(size: float, fp16: bool, rng: torch.Generator) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from nybble.formats import table
 from nybble.quantize import api, blocks, layouts, quantize, tensor
-from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES
+from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES, spreading
 
 BOTH = (TILES, SPREAD_TILES)
 SHAPES = [(n, k) for n, k in product((1, 15, 16, 17, 64, 65), (1, 33, 127, 128, 129, 200))] + [(2, 3, 17, 130)]
@@ -94,13 +94,26 @@ def test_nibbles_lie_where_the_tensor_cores_want_them(rng: torch.Generator) -> N
         assert fragment(packed, row, column) == codes[row, column]
 
 
-def test_spread_floats_are_in_place_up_to_a_shift(rng: torch.Generator) -> None:
-    """Pairs 0 to 2 of a half word, shifted up by 0, 3 and 6, show sign and magnitude as bf16 wants them."""
+def test_spread_floats_are_in_place_up_to_a_rotation(rng: torch.Generator) -> None:
+    """decode.cuh's way to the four pairs of an even and an odd step: rotations, and what two words have left."""
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=rng)
-    spread = SPREAD_TILES.pack(codes, 4).view(torch.int16)
-    plain = TILES.pack(codes, 4).view(torch.int16)
-    for pair in range(3):
-        code = plain >> (4 * pair) & 0xF
-        seen = spread << (3 * pair)
-        assert torch.equal(seen >> 15 & 1, code >> 3 & 1)
-        assert torch.equal(seen >> 6 & 7, code & 7)
+
+    def words(layout: layouts.Layout) -> torch.Tensor:
+        return layout.pack(codes, 4).view(torch.int32).long().bitwise_and(0xFFFFFFFF).view(-1, 2)
+
+    def rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+        return (word << by | word >> (32 - by)) & 0xFFFFFFFF
+
+    spread, plain, left = words(SPREAD_TILES), words(TILES), 0x06030603
+    rest = spread[:, 0] & left | spread[:, 1] << 2 & ~left & 0xFFFFFFFF
+    for step in range(2):
+        places = [rotated(spread[:, step], by) for by in (0, 4, 10)] + [rotated(rest, (6, 12)[step])]
+        for pair, place in enumerate(places):
+            for half in (0, 16):
+                code = plain[:, step] >> (half + 4 * pair) & 0xF
+                assert torch.equal(place >> (half + 15) & 1, code >> 3)
+                assert torch.equal(place >> (half + 6) & 7, code & 7)
+
+
+def test_spreading_moves_every_bit_to_a_place_of_its_own() -> None:
+    assert sorted(spreading().keys()) == sorted(spreading().values()) == list(range(64))

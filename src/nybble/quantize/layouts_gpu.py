@@ -7,8 +7,9 @@ two elements e of a pair lie at the same position of the two 16-bit halves of a 
 into place. Elements of three bits are kept as a plane of two bits and a plane of one. Four tiles above each other,
 what a warpgroup owns, lie together.
 
-4-bit floats are *spread*: the bits of a half word are ordered so that three of its four elements lie, up to a shift,
-where bf16 has its sign and the ends of its exponent and mantissa; the fourth takes the bits left over.
+4-bit floats are *spread*: their bits lie, up to a rotation of the word, where bf16 has its sign and the ends of its
+exponent and mantissa, so that one mask takes them out. Three pairs of a step have a word of their own; the fourth
+pairs of two neighbouring steps share the bits that the two words have left.
 
 Rows are padded to 64 and columns to 128 with code 0. Scales and zero points follow the same order: [64 rows, group,
 tile, g, row half, groups within 128 columns]; a scale shared by several rows, or by the whole matrix, is repeated.
@@ -19,7 +20,8 @@ Source of the lanes' order: PTX ISA, "Matrix Fragments for mma.m16n8k16".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -73,7 +75,9 @@ class Tiles(Layout):
         pairs = lanes.unflatten(-2, (2 * width, 16 // width)).to(torch.int16)
         half = torch.zeros_like(pairs[..., 0, :])
         for i in range(16 // width):
-            half |= _spread(pairs[..., i, :], i) if self._spreads(width) else pairs[..., i, :] << (width * i)
+            half |= pairs[..., i, :] << (width * i)
+        if self._spreads(width):
+            half = _moved(half, spreading())
         pieces = half.flatten(-2).contiguous().view(torch.uint8).unflatten(-1, (-1, min(_PIECE, 8 * width)))
         return pieces.transpose(-2, -3).flatten(-3).contiguous()
 
@@ -81,9 +85,8 @@ class Tiles(Layout):
         pieces = plane.unflatten(-1, (-1, 32, min(_PIECE, 8 * width))).transpose(-2, -3)
         half = pieces.flatten(-2).contiguous().view(torch.int16).unflatten(-1, (2 * width, 2))
         if self._spreads(width):
-            pairs = [_gather(half, i) for i in range(16 // width)]
-        else:
-            pairs = [half >> (width * i) & (1 << width) - 1 for i in range(16 // width)]
+            half = _moved(half, {to: place for place, to in spreading().items()})
+        pairs = [half >> (width * i) & (1 << width) - 1 for i in range(16 // width)]
         return torch.stack(pairs, -2).flatten(-3, -2).to(torch.uint8)
 
     def _spreads(self, width: int) -> bool:
@@ -102,19 +105,39 @@ def _permute(x: Tensor, axes: str, order: str) -> Tensor:
     return x.permute(*range(lead), *(lead + axes.index(letter) for letter in order))
 
 
-def _spread(code: Tensor, i: int) -> Tensor:
-    """The bits of pair i's 4-bit code (sign, magnitude) in the half word."""
-    sign, magnitude = code >> 3, code & 7
-    if i < 3:
-        return sign << (15 - 3 * i) | magnitude << (6 - 3 * i)
-    return sign << 14 | magnitude >> 2 << 13 | (magnitude & 3) << 10
+_IN_BF16 = (6, 7, 8, 15)
+"""Where a 4-bit float's magnitude and sign lie in bf16, lowest bit first."""
+_TURNS, _REST_TURNS, _MOVE = (0, 4, 10), (6, 12), 2
+"""Left rotations that bring pairs into place: three of a word, then the fourth of an even and an odd step, taken from
+the bits that the even step's word has left and, moved up by _MOVE, those that the odd step's has."""
 
 
-def _gather(half: Tensor, i: int) -> Tensor:
-    """The inverse of `_spread`."""
-    if i < 3:
-        return (half >> (15 - 3 * i) & 1) << 3 | half >> (6 - 3 * i) & 7
-    return (half >> 14 & 1) << 3 | (half >> 13 & 1) << 2 | half >> 10 & 3
+@cache
+def spreading() -> dict[int, int]:
+    """Where each of the 64 bits of two steps' words goes, from four codes side by side in each half word."""
+    found: dict[int, int] = {}
+    for step, half, bit in product(range(2), range(2), range(4)):
+        start = 32 * step + 16 * half
+        for pair, turn in enumerate(_TURNS):
+            found[start + 4 * pair + bit] = 32 * step + (_IN_BF16[bit] + 16 * half - turn) % 32
+    taken = {place % 16 for place in found.values()}
+    for step, half, bit in product(range(2), range(2), range(4)):
+        place = (_IN_BF16[bit] + 16 * half - _REST_TURNS[step]) % 32
+        found[32 * step + 16 * half + 12 + bit] = place if place % 16 not in taken else 32 + place - _MOVE
+    return found
+
+
+def _moved(half: Tensor, places: dict[int, int]) -> Tensor:
+    """int16 [..., steps, 2] with the bits of every two steps moved; all bits that go equally far go together."""
+    pairs = half.flatten(-2).contiguous().view(torch.int64)
+    moves: dict[int, int] = {}
+    for place, to in places.items():
+        moves[to - place] = moves.get(to - place, 0) | 1 << to
+    moved = torch.zeros_like(pairs)
+    for distance, mask in moves.items():
+        shifted = pairs << distance if distance >= 0 else pairs >> -distance
+        moved |= shifted & (mask - (mask >> 63 << 64))
+    return moved.view(torch.int16).view(half.shape)
 
 
 def _tile(part: Tensor, fmt: BlockFormat, shape: Shape) -> Tensor:

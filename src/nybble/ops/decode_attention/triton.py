@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._declare import Implementation
+from nybble.ops._early import begin, early
 
 _KEYS = 64  # keys a step
 _PROGRAMS = 264  # enough to fill 132 multiprocessors twice
@@ -23,8 +24,10 @@ def _part_kernel(
     q, k_cache, v_cache, position, part_o, part_ml,
     s, scale,
     GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin(EARLY)
     length = tl.load(position) + 1
     span = tl.cdiv(tl.cdiv(length, PARTS), KEYS) * KEYS
     g, d, key = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, KEYS)
@@ -54,11 +57,12 @@ def _part_kernel(
 @triton.jit
 def _join_kernel(
     part_o, part_ml, o,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, d = tl.arange(0, BP), tl.arange(0, BD)
     row = (head * PARTS + p) * GROUP + g
+    begin(EARLY)
     top = tl.load(part_ml + row * 2, p < PARTS, -float("inf"))
     total = tl.load(part_ml + row * 2 + 1, p < PARTS, 0.0)
     weight = tl.exp(top - tl.max(top, 0))
@@ -84,9 +88,11 @@ def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Te
     bd, bg = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(group))
     _part_kernel[(heads, parts)](
         q.contiguous(), k_cache, v_cache, position, part_o, part_ml, s, d**-0.5,
-        group, parts, d, bd, bg, _KEYS, num_warps=4,
+        group, parts, d, bd, bg, _KEYS, num_warps=4, **early(q.device),
     )  # fmt: skip
-    _join_kernel[(heads, group)](part_o, part_ml, o, group, parts, d, bd, triton.next_power_of_2(parts), num_warps=4)
+    _join_kernel[(heads, group)](
+        part_o, part_ml, o, group, parts, d, bd, triton.next_power_of_2(parts), num_warps=4, **early(q.device)
+    )
     return o
 
 

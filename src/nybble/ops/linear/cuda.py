@@ -1,11 +1,14 @@
 """linear on NVIDIA GPUs with 16-bit activations: CUDA C++ kernels, compiled when first needed.
 
-Two kernels serve every weight that decode.cuh can decode: stream.cu keeps x in shared memory and lets the weight
+Three ways serve every weight that decode.cuh can decode: stream.cu keeps x in shared memory and lets the weight
 stream past (few tokens; compute capability 8.0 and later), tile.cu feeds wgmma with weights decoded in registers
-(many tokens; Hopper). config.py chooses between them and their shapes. Both read the weight in the layout of
+(many tokens; Hopper), and widen.cu writes the weight out in bf16 once for cuBLAS (thousands of tokens, and many where
+tile.cu does not serve; its 2 N K bytes are given back to torch's allocator after the call, so a model needs room for
+one layer). config.py chooses among them and their shapes. All read the weight in the layout of
 quantize/layouts_gpu.py; a weight in another one is converted on every call, so QuantLinear.prepare does it once.
 
-Nothing here synchronises, and memory comes from torch's allocator alone, so calls may be captured in a CUDA graph.
+Nothing here synchronises but the first call with a weight whose range of scales matters (macros.usual_scales), and
+memory comes from torch's allocator alone, so calls may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,20 +19,23 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from nybble.formats.spec import BlockFormat, TableFormat
+from nybble.errors import BadInput
+from nybble.formats.spec import BlockFormat, FloatFormat, TableFormat
 from nybble.ops import _nvrtc
 from nybble.ops._declare import Implementation
 from nybble.ops.linear import config, macros
-from nybble.quantize import QuantTensor
+from nybble.quantize import QuantTensor, elements
 from nybble.quantize.layouts import Layout
 from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES
 
-_STREAM, _TILE = (Path(__file__).with_name(name) for name in ("stream.cu", "tile.cu"))
+_STREAM, _TILE, _WIDEN = (Path(__file__).with_name(name) for name in ("stream.cu", "tile.cu", "widen.cu"))
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 _SUM_THREADS = 256
 _OLDEST = (8, 0)
 _MOST_ELEMENTS = 2**31  # of an offset within the kernels
+_LARGEST: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # scale -> its largest value and version
 
 
 class _Stream(ctypes.Structure):
@@ -61,9 +67,45 @@ class _Tile(ctypes.Structure):
     ]
 
 
+class _Widen(ctypes.Structure):
+    """widen.cu's Arguments."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("codes", "scale", "zero", "tensor_scale", "table", "w")),
+        *((name, _INT) for name in ("n", "k", "chunks", "shift")),
+        ("factor", ctypes.c_float),
+    ]
+
+
 def layout_for(fmt: BlockFormat) -> Layout:
     """The layout in which the kernels read a format."""
     return SPREAD_TILES if macros.describe(fmt)["CODE"] == 1 else TILES
+
+
+def sound_layout(w: QuantTensor) -> Layout:
+    """layout_for(w.format), once it is known that w holds no code that the kernels would take for a number.
+
+    Raises:
+        BadInput: NaN or infinite codes of an 8-bit float, negative ones of an 8-bit scale. The device is asked when the
+            weight is laid out, so that cannot happen within a capture.
+    """
+    wanted = layout_for(w.format)
+    if w.layout == wanted:
+        return wanted
+    element, scale = w.format.element, w.format.scale
+    if isinstance(element, FloatFormat) and element.has_nan and element.bits == 8:
+        _refuse((w.unpack() & (1 << element.magnitude_bits) - 1) > element.max_code, element.name, "elements")
+    if isinstance(scale, FloatFormat) and scale.bits == 8:
+        codes = w.layout.unpack_scales(w.scale, w.zero_point, w.format, w.shape)[0].view(torch.uint8)
+        _refuse(codes > scale.max_code, scale.name, "scales")
+    return wanted
+
+
+def _refuse(bad: Tensor, name: str, what: str) -> None:
+    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BadInput("a weight is laid out for the GPU kernels before a capture: call QuantLinear.prepare first")
+    if count := int(bad.sum()):
+        raise BadInput(f"{count} {what} of the weight are NaN, infinite or negative codes of {name}")
 
 
 @cache
@@ -78,8 +120,25 @@ def machine(device: int) -> config.Machine:
 def problem(x: Tensor, w: QuantTensor) -> config.Problem:
     """config.py's description of a call."""
     n, k = w.shape
-    rows = x.numel() // k
-    return config.Problem(rows, n, k, w.format, x.dtype == torch.float16, machine(x.device.index))
+    rows, fp16 = x.numel() // k, x.dtype == torch.float16
+    return config.Problem(rows, n, k, w.format, fp16, machine(x.device.index), _usual(w, fp16))
+
+
+def _usual(w: QuantTensor, fp16: bool) -> bool:
+    """Whether w's largest scale lies within macros.usual_scales, asked of the device once for each weight.
+
+    In a capture nothing can be asked; what was not asked before counts as unusual, which costs speed only.
+    """
+    bounds = macros.usual_scales(w.format, fp16)
+    if bounds is None or w.scale.numel() == 0:
+        return True
+    largest, version = _LARGEST.get(w.scale, (0.0, -1))
+    if version != w.scale._version:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        largest = float(elements.decode(w.format.scale, w.scale).abs().max())
+        _LARGEST[w.scale] = largest, w.scale._version
+    return bounds[0] <= largest <= bounds[1]
 
 
 @cache
@@ -109,9 +168,9 @@ def stream(
     arguments = _Stream(
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, x, table, None if split else bias, target),
         *x.stride(), p.m, p.n, p.k, p.tiles, p.chunks, plan.slice_chunks(p), macros.group_shift(fmt),
-        macros.factor(fmt, p.fp16),
+        macros.factor(fmt, p.fp16, p.usual),
     )  # fmt: skip
-    defines = tuple(sorted({**macros.defines(fmt, p.fp16), **plan.defines(p.m)}.items()))
+    defines = tuple(sorted({**macros.defines(fmt, p.fp16, p.usual), **plan.defines(p.m)}.items()))
     current = torch.cuda.current_stream(x.device).cuda_stream
     kernel = _kernel(_STREAM, defines, "linear_stream", device)
     kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
@@ -130,12 +189,28 @@ def tile(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Tile, y: T
     arguments = _Tile(
         _nvrtc.tensor_map(x.data_ptr(), (p.m, x.shape[1]), x.stride(0), (tokens, columns), p.fp16),
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, bias, y), p.m, p.n, w.codes.shape[0], p.chunks,
-        plan.slice_chunks(p), macros.group_shift(fmt), plan.token_tiles(p), macros.tile_factor(fmt, p.fp16),
+        plan.slice_chunks(p), macros.group_shift(fmt), plan.token_tiles(p), macros.tile_factor(fmt, p.fp16, p.usual),
     )  # fmt: skip
-    found = {**macros.defines(fmt, p.fp16), **macros.tile_defines(fmt, p.fp16), **plan.defines(p.m)}
+    found = {**macros.defines(fmt, p.fp16, p.usual), **macros.tile_defines(fmt, p.fp16), **plan.defines(p.m)}
     kernel = _kernel(_TILE, tuple(sorted(found.items())), "linear_tile", x.device.index)
     current = torch.cuda.current_stream(x.device).cuda_stream
     kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
+
+
+def widened(w: QuantTensor, overlap: bool = True) -> Tensor:
+    """w [N, K] in bf16, each value rounded once; w in `layout_for(w.format)`."""
+    (n, k), fmt, usual = w.shape, w.format, _usual(w, False)
+    made = torch.empty((n, k), dtype=torch.bfloat16, device=w.device)
+    table = _values(fmt.element, w.device) if isinstance(fmt.element, TableFormat) else None
+    arguments = _Widen(
+        *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, table, made), n, k, w.codes.shape[1],
+        macros.group_shift(fmt), macros.factor(fmt, False, usual),
+    )  # fmt: skip
+    kernel = _kernel(_WIDEN, tuple(sorted(macros.defines(fmt, False, usual).items())), "linear_widen", w.device.index)
+    current = torch.cuda.current_stream(w.device).cuda_stream
+    plan, p = config.Widen(), config.Problem(0, n, k, fmt)
+    kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
+    return made
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -149,14 +224,16 @@ def _aligned(x: Tensor) -> Tensor:
     return wide
 
 
-def run(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Stream | config.Tile) -> Tensor:
+def run(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Plan) -> Tensor:
     """x [..., K] times w^T plus bias, as `plan` says; w in any layout."""
     n, k = w.shape
-    y = x.new_empty((*x.shape[:-1], n))
-    rows, out = x.reshape(-1, k), y.view(-1, n)
-    w = w.to_layout(layout_for(w.format))
+    w = w.to_layout(sound_layout(w))
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     with torch.cuda.device(x.device):
+        if isinstance(plan, config.Widen):
+            return torch.nn.functional.linear(x, widened(w), bias)
+        y = x.new_empty((*x.shape[:-1], n))
+        rows, out = x.reshape(-1, k), y.view(-1, n)
         if isinstance(plan, config.Tile):
             tile(rows, w, bias, plan, out)
         else:
@@ -209,10 +286,11 @@ def _implementation(name: str, kind: type, what: str) -> Implementation:
     ) -> Tensor:
         return run(x, w, bias, config.choose(problem(x, w)).plan)
 
-    return Implementation(name, execute, supports, native=True, layout=lambda w: layout_for(w.format))
+    return Implementation(name, execute, supports, native=True, layout=sound_layout)
 
 
 IMPLEMENTATIONS = (
     _implementation("linear_wna16_tile_cuda_sm90", config.Tile, "fewer tokens than it pays for"),
     _implementation("linear_wna16_stream_cuda_sm80", config.Stream, "more tokens than it pays for"),
+    _implementation("linear_wna16_widen_cublas_sm80", config.Widen, "fewer tokens than it pays for"),
 )

@@ -10,7 +10,7 @@
 //   X_FP16       0: activations are bf16, 1: fp16
 //   CODE         INT, FLOAT4, FLOAT8 or TABLE; BITS, ZERO_POINT (0/1), EXPONENT_BITS, MANTISSA_BITS, ELEMENT_BIAS
 //   FOLD         1: the scale multiplies the element instead of the sum, which is exact for short elements and scales;
-//                FOLD_UP: both together are then 2^(FOLD_UP - X_BIAS + ELEMENT_BIAS) too large
+//                FOLD_UP: how far scales are raised; both together are then 2^(FOLD_UP - X_BIAS + ELEMENT_BIAS) too large
 //   ROW_SCALE    1: one scale for the whole row, which is left to the end
 //   SCALE        S_BF16, S_FP16, S_FP32 or S_FLOAT8; SCALE_MANTISSA_BITS, SCALE_BIAS; GROUP = 16, 32, 64 or 128
 #pragma once
@@ -55,7 +55,8 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   return d;
 }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { return fma2(a, b, SIGN); }  // -0 as addend keeps every sign
-// (a & mask) | bits and (a & mask) ^ bits as the one instruction each is; two constants would otherwise make two.
+// (a & mask) | bits, (a & mask) ^ bits, and a's bits under the mask with b's elsewhere, as the one instruction each is;
+// two constants would otherwise make two.
 __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
@@ -66,6 +67,12 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
   return d;
 }
+__device__ __forceinline__ u32 select(u32 a, u32 b, u32 mask) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+  return d;
+}
+template <int N> __device__ __forceinline__ u32 rotate_left(u32 w) { return __funnelshift_l(w, w, N); }
 template <int N> __device__ __forceinline__ u32 shift_left(u32 w) { return N >= 0 ? w << (N & 31) : w >> (-N & 31); }
 
 __device__ __forceinline__ float bf16_float(u32 bits) { return __uint_as_float(bits << 16); }
@@ -113,6 +120,20 @@ __device__ __forceinline__ u32 element(u32 high_bytes, u32) {
 }
 #endif
 
+#if CODE == TABLE
+// Pairs of codes to pairs of values in x's dtype, then to what their rounding lost, a bank for every lane.
+__device__ __forceinline__ void fill_table(u32 *to, const float *values, int words, int threads) {
+  for (int i = threadIdx.x; i < words; i += threads) {
+    const float low = values[i / 32 & 15], high = values[i / 512];
+    const u32 l = float_x(low), h = float_x(high);
+    to[i] = l | h << 16;
+    to[i + words] = float_x(low - x_float(l)) | (u32)float_x(high - x_float(h)) << 16;
+  }
+}
+#endif
+
+#define REST 0x0603  // the bits of a half word that the first three pairs of a 4-bit float leave free
+
 // Step j of a lane's tile, from its 2 * BITS words. `terms` and `scales` hold one value for each of the two rows: what to
 // add to an integer, or to multiply a 4-bit float by; what scales integers with INT_TAKES_SCALE.
 __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *terms, const u32 *scales,
@@ -140,15 +161,17 @@ __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *
 #pragma unroll
   for (int p = 0; p < 4; ++p) a[p] = element(words[2 * j + (p >> 1)] << (8 * (1 - (p & 1))), 0);
 #elif CODE == FLOAT4
-  // Spread by layouts_gpu.py so that three pairs lie in place up to a shift: sign at 15, magnitude below the
-  // exponent's end. The fourth takes the bits left over: sign 14, then 13, 11, 10.
+  // Spread by layouts_gpu.py so that each pair lies in place up to a rotation: sign at 15, magnitude below the
+  // exponent's end. Three pairs of a step have a word of their own; the fourth of two neighbouring steps share what
+  // the two words have left.
   const u32 w = words[j];
-  a[0] = w, a[1] = w << 3, a[2] = w << 6;
-  a[3] = and_or(w << 1, SIGN, and_or(w >> 5, SPLAT(0x0100), (w >> 4) & SPLAT(0x00C0)));
+  const u32 rest = select(words[j & ~1], words[j | 1] << 2, SPLAT(REST));
+  a[0] = w, a[1] = w << 4, a[2] = rotate_left<10>(w);
+  a[3] = j & 1 ? rotate_left<12>(rest) : rest << 6;
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
 #if X_MANTISSA == 6 + MANTISSA_BITS
-    if (p < 3) a[p] &= SIGN | SPLAT(0x01C0);
+    a[p] &= SIGN | SPLAT(0x01C0);
 #else
     a[p] = and_or(a[p], SIGN, shift_left<X_MANTISSA - 6 - MANTISSA_BITS>(a[p] & SPLAT(0x01C0)));
 #endif
@@ -210,26 +233,32 @@ __device__ __forceinline__ float row_scale(const char *scale, int row) {
   return scale_value(&word, 0);
 }
 
-#if FOLD
-// 8-bit float scales of a row, four groups in a word, as multipliers of x's dtype: placed at the bottom of the exponent field,
-// then raised in two steps, since one power of two would not fit.
-struct FoldedScales {
-  u32 pairs[2];  // groups 0 and 2, groups 1 and 3
+// With FOLD, scales become multipliers of x's dtype: of a row half and four groups, two words of groups 0 and 2, 1 and 3. Four
+// lanes of a row need the same; where there are eight groups each prepares a quarter and they exchange the results.
+#define PREPARED_WORDS GROUPS
+#define EXCHANGES (FOLD && GROUPS == 8)
 
-  __device__ __forceinline__ explicit FoldedScales(u32 word) {
-    constexpr int up = X_MANTISSA - SCALE_MANTISSA_BITS, boost = FOLD_UP + X_BIAS - SCALE_BIAS;
-    pairs[0] = word << up & SPLAT(SCALE_CODE_MASK << up);
-    pairs[1] = shift_left<up - 8>(word) & SPLAT(SCALE_CODE_MASK << up);
+#if FOLD
+// Four groups' scales: placed at the bottom of the exponent field, then raised, in two steps where one power of two would
+// not do.
+__device__ __forceinline__ void prepare_scales(u32 word, u32 *out) {
+  constexpr int up = X_MANTISSA - SCALE_MANTISSA_BITS, boost = FOLD_UP + X_BIAS - SCALE_BIAS;
+  constexpr int second = boost > X_BIAS ? boost / 2 : 0;
+  out[0] = word << up & SPLAT(SCALE_CODE_MASK << up);
+  out[1] = shift_left<up - 8>(word) & SPLAT(SCALE_CODE_MASK << up);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) pairs[i] = mul2(mul2(pairs[i], POWER(boost / 2)), POWER(boost - boost / 2));
+  for (int i = 0; i < 2; ++i) {
+    out[i] = mul2(out[i], POWER(boost - second));
+    if (second) out[i] = mul2(out[i], POWER(second));
   }
-  __device__ __forceinline__ u32 splat(int group) const {
-    u32 both;
-    if (group & 2)
-      asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(both) : "r"(pairs[group & 1]));
-    else
-      asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(both) : "r"(pairs[group & 1]));
-    return both;
-  }
-};
+}
+__device__ __forceinline__ u32 folded_scale(const u32 *prepared, int row, int group) {
+  const u32 pair = prepared[row * (GROUPS / 2) + group / 4 * 2 + (group & 1)];
+  u32 both;
+  if (group & 2)
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(both) : "r"(pair));
+  else
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(both) : "r"(pair));
+  return both;
+}
 #endif

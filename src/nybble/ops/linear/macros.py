@@ -15,7 +15,9 @@ ROWS, COLUMNS = 16, 128
 INT_SCALE_UP = 96
 """decode.cuh's: how far bf16 scales are raised to meet integers that lie among the subnormals."""
 FP16_SCALE_UP = 12
-"""tile.cu raises scales for fp16, where decode.cuh's integers are 2^-9 too small: 8e-6 to 1e2 keep their bits."""
+"""tile.cu raises scales for fp16, where decode.cuh's integers are 2^-9 too small."""
+_POWER_UP = 63
+"""The same for scales that are bare powers of two, with bf16: half of the exponents' range keeps both ends far away."""
 
 _INT, _FLOAT4, _FLOAT8, _TABLE = range(4)
 _WIDE_SCALES = {"bf16": 0, "fp16": 1, "fp32": 2}
@@ -45,16 +47,29 @@ def describe(fmt: BlockFormat) -> dict[str, int]:
     return found
 
 
-def defines(fmt: BlockFormat, fp16: bool) -> dict[str, int]:
-    """All the macros that a weight format and the activations' dtype decide."""
+def usual_scales(fmt: BlockFormat, fp16: bool) -> tuple[float, float] | None:
+    """Between what the largest scale of a weight must lie for the kernels' shortcuts to be exact; None: anywhere.
+
+    Integers in fp16 through tile.cu: raised, scales stay finite, and the weights that count clear of the subnormals.
+    4-bit floats under powers of two, in bf16: raised, scales stay finite, and what is lost is 2^-30 of the largest.
+    """
+    if fp16 and isinstance(fmt.element, IntFormat) and fmt.block[1] is not None:
+        return 2.0**FP16.min_exponent, FP16.max / 2**FP16_SCALE_UP
+    if not fp16 and _power_scales(fmt):
+        return 2.0**-30, 2.0 ** (BF16.max_exponent - _POWER_UP)
+    return None
+
+
+def defines(fmt: BlockFormat, fp16: bool, usual: bool = True) -> dict[str, int]:
+    """All the macros that a weight format and the activations' dtype decide; `usual`: the largest scale is."""
     found = {name: value for name, value in describe(fmt).items() if not name.endswith("_BYTES")}
-    up = _fold_up(fmt, fp16)
+    up = _fold_up(fmt, fp16, usual)
     return {**found, "X_FP16": int(fp16), "FOLD": int(up is not None), "FOLD_UP": up or 0}
 
 
-def factor(fmt: BlockFormat, fp16: bool) -> float:
+def factor(fmt: BlockFormat, fp16: bool, usual: bool = True) -> float:
     """The power of two that undoes what decode.cuh scales elements by."""
-    wide, up = FP16 if fp16 else BF16, _fold_up(fmt, fp16)
+    wide, up = FP16 if fp16 else BF16, _fold_up(fmt, fp16, usual)
     if isinstance(fmt.element, IntFormat):
         return 2.0 ** (wide.mantissa_bits - 1 - fmt.element.fraction_bits)
     return 1.0 if up is None or not isinstance(fmt.element, FloatFormat) else 2.0 ** (wide.bias - fmt.element.bias - up)
@@ -73,14 +88,14 @@ def tile_defines(fmt: BlockFormat, fp16: bool) -> dict[str, int]:
     return {"INT_TAKES_SCALE": int(takes), "SCALE_UP": FP16_SCALE_UP if fp16 and scaled else 0}
 
 
-def tile_factor(fmt: BlockFormat, fp16: bool) -> float:
+def tile_factor(fmt: BlockFormat, fp16: bool, usual: bool = True) -> float:
     """The power of two that undoes what tile.cu scales weights by."""
     # stream.cu's integers are raised by the wide format's bias, tile.cu's by INT_SCALE_UP where they take their scale.
     extra = INT_SCALE_UP - BF16.bias if _int_takes_scale(fmt, fp16) else 0
-    return factor(fmt, fp16) * 2.0 ** -(extra + tile_defines(fmt, fp16)["SCALE_UP"])
+    return factor(fmt, fp16, usual) * 2.0 ** -(extra + tile_defines(fmt, fp16)["SCALE_UP"])
 
 
-def tile_refusal(fmt: BlockFormat, fp16: bool) -> str | None:
+def tile_refusal(fmt: BlockFormat, fp16: bool, usual: bool = True) -> str | None:
     """Why tile.cu, which rounds element times scale to the activations' dtype, would round too much; None if not.
 
     Row scales wait until the end; short elements times short scales are exact; integers have so many values that their
@@ -89,8 +104,11 @@ def tile_refusal(fmt: BlockFormat, fp16: bool) -> str | None:
     kind = describe(fmt)["CODE"]
     if fmt.block[1] is None and kind != _TABLE:
         return None
-    if fmt.scale.bits == 8 and (fp16 and _fold_up(fmt, fp16) is None):
+    if fmt.scale.bits == 8 and (fp16 and _fold_up(fmt, fp16, usual) is None):
         return f"{fmt.scale.name} scales reach beyond fp16"
+    if kind == _INT and fp16 and not usual:
+        low, high = usual_scales(fmt, fp16) or (0.0, 0.0)
+        return f"the largest scale is outside {low:.2g} to {high:.4g} (or not known yet, within a capture)"
     if kind == _INT or fmt.scale.bits == 8:
         return None
     return f"the product of {fmt.element.name} and {fmt.scale.name} would be rounded the same way over and over"
@@ -102,9 +120,24 @@ def _int_takes_scale(fmt: BlockFormat, fp16: bool) -> bool:
     return plain and found["CODE"] == _INT and found["SCALE"] == _WIDE_SCALES["bf16"]
 
 
-def _fold_up(fmt: BlockFormat, fp16: bool) -> int | None:
+def lane_scale_bytes(fmt: BlockFormat, fp16: bool) -> int:
+    """Bytes of scales that a lane copies of a tile in stream.cu: where four exchange what they prepare, a quarter."""
+    found = describe(fmt)["SCALE_BYTES"]
+    return found // 4 if _fold_up(fmt, fp16, False) is not None and fmt.block[1] == ROWS else found
+
+
+def _power_scales(fmt: BlockFormat) -> bool:
+    element, scale = fmt.element, fmt.scale
+    if not (isinstance(element, FloatFormat) and isinstance(scale, FloatFormat)):
+        return False
+    return element.bits == 4 and scale.bits == 8 and not scale.mantissa_bits and fmt.block[1] == 2 * ROWS
+
+
+def _fold_up(fmt: BlockFormat, fp16: bool, usual: bool) -> int | None:
     """How far up scales can be moved so that short elements take them in exactly; None where they cannot."""
     wide, element, scale = FP16 if fp16 else BF16, fmt.element, fmt.scale
+    if _power_scales(fmt):
+        return _POWER_UP if usual and not fp16 else None
     if (
         not isinstance(element, FloatFormat)
         or not isinstance(scale, FloatFormat)

@@ -96,16 +96,6 @@ __device__ __forceinline__ void finish(const Arguments &p, const float *red, int
   }
 }
 
-// Pairs of codes to pairs of values in x's dtype, then to what their rounding lost, a bank for every lane.
-__device__ __forceinline__ void fill_table(u32 *to, const float *values) {
-  for (int i = threadIdx.x; i < TABLE_WORDS / 2; i += THREADS) {
-    const float low = values[i / 32 & 15], high = values[i / 512];
-    const u32 l = float_x(low), h = float_x(high);
-    to[i] = l | h << 16;
-    to[i + TABLE_WORDS / 2] = float_x(low - x_float(l)) | (u32)float_x(high - x_float(h)) << 16;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_stream(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
   float *red = (float *)(shared + RING_BYTES);
@@ -151,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_stream(const Arg
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) fetch(ring + stage * STAGE_BYTES);
 #if CODE == TABLE
-  fill_table(table, p.table);
+  fill_table(table, p.table, TABLE_WORDS / 2, THREADS);
 #endif
   async_wait<STAGES - 1>();
   __syncthreads();

@@ -1,31 +1,37 @@
 // y[M, N] = x[M, K] @ W[N, K]^T for many tokens on Hopper: the tensor cores take W from registers and x from shared memory.
 //
-// A block makes 64 * GROUPS_OF_WARPS rows of W times TOKENS tokens. Four warps feed it: for each chunk of 128 columns
-// they ask the copy engine for x's tile (swizzled) and for the weight's tiles, STAGES chunks ahead. Each warpgroup owns 64
-// rows: its lanes decode their codes, multiply them by their scale in x's dtype and hand them to wgmma as the register
-// operand, while the tensor cores still work on the chunk before. Warpgroups meet only at the stages' barriers, so one
-// decodes while another multiplies. When K is split, the CLUSTER blocks of a tile add up through distributed shared
-// memory, in the order of their ranks: the result is the same in every run.
+// A block makes 64 * RT * ROW_GROUPS rows of W times TOKENS tokens. Four warps feed it: for each stage of SPLIT chunks of
+// 128 columns they ask the copy engine for x's tiles (swizzled) and for the weight's tiles, STAGES stages ahead. A
+// warpgroup owns 64 * RT rows and one chunk of every stage: its lanes decode their codes, multiply them by their scale in
+// x's dtype and hand them to wgmma as the register operand, while the tensor cores still work on the chunk before.
+// Warpgroups meet only at the stages' barriers, so one decodes while another multiplies. 16 tokens go through mma
+// instead, which reads x once for RT tiles of rows. In the end the SPLIT warpgroups of the same rows and the CLUSTER
+// blocks among which K is split add up through (distributed) shared memory, in a fixed order: the result is the same in
+// every run.
 //
-// Definitions beyond decode.cuh's: GROUPS_OF_WARPS, TOKENS_N (tokens of one wgmma), TOKENS_B (wgmmas side by side),
-// STAGES, CLUSTER, REGISTERS (what the warpgroups raise theirs to; 0: nothing moves), INT_TAKES_SCALE, SCALE_UP (exponent by which other scales are raised to stay within fp16).
+// Definitions beyond decode.cuh's: ROW_GROUPS, SPLIT, RT (1 but for 16 tokens), TOKENS_N (tokens of one wgmma), TOKENS_B
+// (wgmmas side by side), STAGES, CLUSTER, REGISTERS (what the warpgroups raise theirs to; 0: nothing moves),
+// INT_TAKES_SCALE, SCALE_UP (exponent by which other scales are raised to stay within fp16).
 #include "decode.cuh"
 #include "async.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
 
+#define GROUPS_OF_WARPS (ROW_GROUPS * SPLIT)
 #define WARPS (4 * GROUPS_OF_WARPS)
 #define THREADS (32 * WARPS + 128)  // a warpgroup that feeds, and those it feeds
 #define CONSUMERS (32 * WARPS)
-#define ROWS (64 * GROUPS_OF_WARPS)
+#define ROWS (64 * RT * ROW_GROUPS)
 #define TOKENS (TOKENS_N * TOKENS_B)  // 16 go through mma, more through wgmma
 #define X_HALF (TOKENS * 128)  // 64 columns of x, a row of 128 bytes a token
 #define SCALE_TILE (8 * ROW_SCALE_BYTES)
 #define ZERO_TILE (8 * ROW_ZERO_BYTES)
-#define GROUP_BYTES (4 * (TILE_BYTES + SCALE_TILE + ZERO_TILE))  // what a warpgroup reads of a chunk: codes, scales, zeros
-#define STAGE_BYTES (2 * X_HALF + GROUPS_OF_WARPS * GROUP_BYTES)
-#define RING_BYTES (STAGES * STAGE_BYTES)
+#define GROUP_BYTES (4 * (TILE_BYTES + SCALE_TILE + ZERO_TILE))  // what 64 rows have of a chunk: codes, scales, zeros
+#define CHUNK_BYTES (2 * X_HALF + RT * ROW_GROUPS * GROUP_BYTES)
+#define RING_BYTES (STAGES * SPLIT * CHUNK_BYTES)
+#define TOGETHER (TOKENS_N == 16)  // whether lanes share the work on scales
 #define SUM_STRIDE (ROWS + 4)  // of a token's sums: spreads a warp's stores over the banks
+#define SUM_BYTES (TOKENS * SUM_STRIDE * 4)
 
 struct Arguments {
   TensorMap x;  // [M, K], boxes of TOKENS x 64
@@ -61,39 +67,53 @@ template <int HALF> __device__ __forceinline__ void operands(u32 (*a)[4], const 
   }
 }
 
-// Where warpgroup `group` finds its part of the weight; x's tiles, aligned for the swizzle, lie before all of them.
-__device__ __forceinline__ u32 weights_at(u32 base, u32 stage, u32 group) {
-  return base + STAGES * (2 * X_HALF) + (stage * GROUPS_OF_WARPS + group) * GROUP_BYTES;
+// Where the chunk of warpgroup `group` lies in a stage: x's tile and the 64 rows `rt` of the weight. All of x, aligned for
+// the swizzle, comes before all of the weight.
+__device__ __forceinline__ u32 x_at(u32 base, u32 stage, u32 group) {
+  return base + (stage * SPLIT + group % SPLIT) * (2 * X_HALF);
+}
+__device__ __forceinline__ u32 weights_at(u32 base, u32 stage, u32 group, u32 rt) {
+  return base + STAGES * SPLIT * (2 * X_HALF) + ((stage * GROUPS_OF_WARPS + group) * RT + rt) * GROUP_BYTES;
 }
 
-// A feeding warp, one lane of it: warp i asks for the weight of warpgroup i, one of them for x as well. Four share the
-// work because the copy engine takes a request from a warp only every hundred cycles or so.
+// A feeding warp, one lane of it: warp i asks for the weight of warpgroup i, and for x where a warpgroup is left over
+// (or again from the first on). Four share the work because the copy engine takes a request from a warp only every
+// hundred cycles or so.
 __device__ __forceinline__ void feed(const Arguments &p, u32 base, u32 full, u32 empty, int block, int token0, int first,
                                      int last, int feeder) {
-  const bool for_weight = feeder < GROUPS_OF_WARPS, for_x = feeder == GROUPS_OF_WARPS % 4;
-  const int mine = min(block + feeder, p.blocks - 1), groups = ((p.chunks - 1) >> p.shift) + 1;
-  const char *codes = p.codes + (long long)mine * p.chunks * (4 * TILE_BYTES);
-  const char *scale = p.scale + (long long)mine * groups * (4 * SCALE_TILE);
-  const char *zero = p.zero + (long long)mine * groups * (4 * ZERO_TILE);
-  if (for_weight)
-    for (int chunk = first; chunk < min(first + STAGES, last); ++chunk)
-      prefetch_bulk<4 * TILE_BYTES>(codes + (u32)(chunk * 4 * TILE_BYTES));
+  const int x_part = (feeder - GROUPS_OF_WARPS) & 3, part = feeder % SPLIT, groups = ((p.chunks - 1) >> p.shift) + 1;
+  const char *codes[RT], *scale[RT], *zero[RT];
+#pragma unroll
+  for (int rt = 0; rt < RT; ++rt) {
+    const long long mine = min(block + feeder / SPLIT * RT + rt, p.blocks - 1);
+    codes[rt] = p.codes + mine * p.chunks * (4 * TILE_BYTES);
+    scale[rt] = p.scale + mine * groups * (4 * SCALE_TILE), zero[rt] = p.zero + mine * groups * (4 * ZERO_TILE);
+    if (feeder < GROUPS_OF_WARPS)
+      for (int chunk = first + part; chunk < min(first + STAGES * SPLIT, last); chunk += SPLIT)
+        prefetch_bulk<4 * TILE_BYTES>(codes[rt] + (u32)(chunk * 4 * TILE_BYTES));
+  }
   wait_for_previous();
   u32 stage = 0, phase = 1;
 #pragma unroll 1
-  for (int chunk = first; chunk < last; ++chunk) {
+  for (int start = first; start < last; start += SPLIT) {
     barrier_wait(empty + stage * 8, phase);
-    const u32 x = base + stage * (2 * X_HALF), slot = weights_at(base, stage, feeder), arrived = full + stage * 8;
-    if (for_x) {
-      barrier_expect(arrived, STAGE_BYTES);
-      bulk_tensor(x, &p.x, chunk * COLUMNS, token0, arrived);
-      bulk_tensor(x + X_HALF, &p.x, chunk * COLUMNS + COLUMNS / 2, token0, arrived);
+    const u32 arrived = full + stage * 8;
+    if (x_part == 0) barrier_expect(arrived, min(SPLIT, last - start) * CHUNK_BYTES);
+    if (x_part < SPLIT && start + x_part < last) {
+      const u32 x = x_at(base, stage, x_part), column = (start + x_part) * COLUMNS;
+      bulk_tensor(x, &p.x, column, token0, arrived);
+      bulk_tensor(x + X_HALF, &p.x, column + COLUMNS / 2, token0, arrived);
     }
-    if (for_weight) {
+    const int chunk = start + part;
+    if (feeder < GROUPS_OF_WARPS && chunk < last) {
       const u32 group = chunk >> p.shift;
-      bulk_copy<4 * TILE_BYTES>(slot, codes + (u32)(chunk * 4 * TILE_BYTES), arrived);
-      if (SCALE_TILE) bulk_copy<4 * SCALE_TILE>(slot + 4 * TILE_BYTES, scale + group * (4 * SCALE_TILE), arrived);
-      if (ZERO_TILE) bulk_copy<4 * ZERO_TILE>(slot + 4 * (TILE_BYTES + SCALE_TILE), zero + group * (4 * ZERO_TILE), arrived);
+#pragma unroll
+      for (int rt = 0; rt < RT; ++rt) {
+        const u32 slot = weights_at(base, stage, feeder, rt), after = slot + 4 * TILE_BYTES;
+        bulk_copy<4 * TILE_BYTES>(slot, codes[rt] + (u32)(chunk * 4 * TILE_BYTES), arrived);
+        if (SCALE_TILE) bulk_copy<4 * SCALE_TILE>(after, scale[rt] + group * (4 * SCALE_TILE), arrived);
+        if (ZERO_TILE) bulk_copy<4 * ZERO_TILE>(after + 4 * SCALE_TILE, zero[rt] + group * (4 * ZERO_TILE), arrived);
+      }
     }
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
@@ -114,43 +134,51 @@ __device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[
   wgmma_wait<1>();
 }
 
-// The same for 16 tokens with mma, which is done when it returns.
+// The same for 16 tokens and RT tiles with mma, which is done when it returns.
 template <int HALF>
-__device__ __forceinline__ void multiply_half(float *sum, const Tile &tile, u32 x, int lane) {
-  u32 a[4][4];
-  operands<HALF>(a, tile);
+__device__ __forceinline__ void multiply_half(float (*sum)[TOKENS_N / 2], const Tile *tiles, u32 x, int lane) {
+  u32 a[RT][4][4];
+#pragma unroll
+  for (int rt = 0; rt < RT; ++rt) operands<HALF>(a[rt], tiles[rt]);
   const u32 token = (lane >> 4) * 8 + (lane & 7), piece = lane >> 3 & 1;
 #pragma unroll
-  for (int i = 0; i < 4 * (TOKENS / 16); ++i) {
-    const int j = i / (TOKENS / 16), pair = i % (TOKENS / 16);  // 16 tokens at once
+  for (int j = 0; j < 4; ++j) {
     u32 b[4];
-    load_matrices(b, x + HALF * X_HALF + (pair * 16 + token) * 128 + ((2 * j + piece) ^ (lane & 7)) * 16);
-    mma(sum + pair * 8, a[j], b[0], b[1]), mma(sum + pair * 8 + 4, a[j], b[2], b[3]);
+    load_matrices(b, x + HALF * X_HALF + token * 128 + ((2 * j + piece) ^ (lane & 7)) * 16);
+#pragma unroll
+    for (int rt = 0; rt < RT; ++rt) mma(sum[rt], a[rt][j], b[0], b[1]), mma(sum[rt] + 4, a[rt][j], b[2], b[3]);
   }
 }
 
-// A consumer warp: sum += its rows' products over the chunks of the slice.
+// A consumer warp: sum += its rows' products over its chunks of the slice.
 __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty, int first, int last,
                                         int warp, int lane) {
   [[maybe_unused]] u32 a[4][4], b[4][4], before = STAGES;  // the last barrier is for the stage that never was
   u32 stage = 0, phase = 0;
   const u32 in_group = warp % 4, row = in_group * 8 + lane / 4;
 #pragma unroll 1
-  for (int chunk = first; chunk < last; ++chunk) {
-    const u32 x = base + stage * (2 * X_HALF), mine = weights_at(base, stage, warp / 4);
-    Tile tile;
+  for (int chunk = first + warp / 4 % SPLIT; chunk < last; chunk += SPLIT) {
+    const u32 x = x_at(base, stage, warp / 4);
+    Tile tiles[RT];
     barrier_wait(full + stage * 8, phase);
-    tile.read_codes(mine + in_group * TILE_BYTES, lane);
-    if (SCALE_TILE) read_row<SCALE_BYTES>(tile.scale, mine + 4 * TILE_BYTES + row * SCALE_BYTES);
-    if (ZERO_TILE) read_row<ZERO_BYTES>(tile.zero, mine + 4 * (TILE_BYTES + SCALE_TILE) + row * ZERO_BYTES);
+#pragma unroll
+    for (int rt = 0; rt < RT; ++rt) {
+      const u32 mine = weights_at(base, stage, warp / 4, rt), after = mine + 4 * TILE_BYTES;
+      tiles[rt].read_codes(mine + in_group * TILE_BYTES, lane);
+      if (SCALE_TILE)
+        read_row<Tile::scale_bytes<TOGETHER>()>(tiles[rt].scale,
+                                                after + row * SCALE_BYTES + Tile::scale_start<TOGETHER>(lane));
+      if (ZERO_TILE) read_row<ZERO_BYTES>(tiles[rt].zero, after + 4 * SCALE_TILE + row * ZERO_BYTES);
+      tiles[rt].prepare<TOGETHER>(lane);
+    }
 #if TOKENS_N == 16
-    multiply_half<0>(sum[0], tile, x, lane), multiply_half<1>(sum[0], tile, x, lane);
+    multiply_half<0>(sum, tiles, x, lane), multiply_half<1>(sum, tiles, x, lane);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
 #else
-    start_half<0>(sum, a, tile, x);
+    start_half<0>(sum, a, tiles[0], x);
     if (lane == 0) barrier_arrive(empty + before * 8);  // nothing reads the stage before any more
-    start_half<1>(sum, b, tile, x);
+    start_half<1>(sum, b, tiles[0], x);
 #endif
     before = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -168,7 +196,8 @@ __device__ __forceinline__ void store(const Arguments &p, u32 sums, int row0, in
     if (token >= p.M || n >= p.N) continue;
     float total[4] = {};
 #pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) add_four<(CLUSTER > 1)>(total, sums + (column * SUM_STRIDE + row) * 4, r);
+    for (int r = 0; r < CLUSTER * SPLIT; ++r)
+      add_four<(CLUSTER > 1)>(total, sums + r % SPLIT * SUM_BYTES + (column * SUM_STRIDE + row) * 4, r / SPLIT);
     unsigned short out[4];
     const int rows = min(4, p.N - n);
     for (int e = 0; e < 4; ++e) {
@@ -207,18 +236,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     launch_dependents();
   } else {
     keep_registers<REGISTERS, REGISTERS != 0, true>();
-    float sum[TOKENS_B][TOKENS_N / 2] = {};
+    float sum[RT * TOKENS_B][TOKENS_N / 2] = {};
     consume(sum, base, full, empty, first, last, warp, lane);
     wait_for_previous();
     // Not earlier: blocks of the next kernel would take the places left on some processors and crowd there.
     launch_dependents();
     consumers_sync<CONSUMERS>();  // every copy has arrived and been read: the ring's memory now takes the sums
-    float *mine = (float *)(shared + (base - start)) + (lane % 4 * 2) * SUM_STRIDE + warp * 16 + lane / 4;
+    // ptxas serializes every wgmma where it has to compute more than this between the last one and the sums' stores.
+    const int rows = RT * SPLIT == 1 ? warp * 16 : warp / 4 / SPLIT * (64 * RT) + warp % 4 * 16, row = rows + lane / 4;
+    float *mine = (float *)(shared + (base - start) + warp / 4 % SPLIT * SUM_BYTES) + (lane % 4 * 2) * SUM_STRIDE + row;
 #pragma unroll
-    for (int b = 0; b < TOKENS_B; ++b)
+    for (int b = 0; b < RT * TOKENS_B; ++b)
 #pragma unroll
       for (int i = 0; i < TOKENS_N / 2; ++i)
-        mine[(b * TOKENS_N + i / 4 * 8 + (i & 1)) * SUM_STRIDE + (i >> 1 & 1) * 8] = sum[b][i];
+        mine[(b / RT * TOKENS_N + i / 4 * 8 + (i & 1)) * SUM_STRIDE + b % RT * 64 + (i >> 1 & 1) * 8] = sum[b][i];
   }
   if (CLUSTER > 1)
     cluster_sync();

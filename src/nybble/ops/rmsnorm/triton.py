@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._declare import Implementation
+from nybble.ops._early import begin, early
 
 _MOST_COLUMNS = 32768
 
@@ -16,11 +17,12 @@ _MOST_COLUMNS = 32768
 def _add_rmsnorm_kernel(
     x, residual, weight, y, h, columns,
     eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
     inside = at < columns
+    begin(EARLY)
     value = tl.load(x + row + at, inside, 0.0)
     if HAS_RESIDUAL:
         added = value.to(tl.float32) + tl.load(residual + row + at, inside, 0.0).to(tl.float32)
@@ -52,7 +54,7 @@ def _triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         other = flat if residual is None else residual.contiguous()
         _add_rmsnorm_kernel[(rows,)](
             flat, other, weight.contiguous(), y, h, columns, eps, residual is not None, block,
-            num_warps=min(16, max(4, block // 512)),
+            num_warps=min(16, max(4, block // 512)), **early(x.device),
         )  # fmt: skip
     return y, h
 

@@ -8,18 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._declare import Implementation
+from nybble.ops._early import begin, early
 
 
 @triton.jit
 def _rope_cache_kernel(
     qkv, cos, sin, q, k_cache, v_cache,
     position, s,
-    HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     D: tl.constexpr = 2 * HALF
     at = tl.arange(0, BLOCK)
     inside = at < HALF
+    begin(EARLY)
     p = tl.load(position).to(tl.int64)
     source = qkv + (batch * (HQ + 2 * HKV) + head) * D
     low, high = tl.load(source + at, inside, 0.0), tl.load(source + HALF + at, inside, 0.0)
@@ -50,7 +52,7 @@ def _triton(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Ten
     if batch:
         _rope_cache_kernel[(heads + 2 * kv_heads, batch)](
             qkv.contiguous(), cos, sin, q, k_cache, v_cache, position, s,
-            heads, kv_heads, d // 2, triton.next_power_of_2(d // 2), num_warps=1,
+            heads, kv_heads, d // 2, triton.next_power_of_2(d // 2), num_warps=1, **early(qkv.device),
         )  # fmt: skip
     return q
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._declare import Implementation
+from nybble.ops._early import begin, early
 
 _BLOCK = 1024
 
@@ -21,10 +22,11 @@ def gated(gate, up):
 
 
 @triton.jit
-def _silu_mul_kernel(x, y, columns, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x, y, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
+    begin(EARLY)
     gate = tl.load(x + row * 2 * columns + at, inside, 0.0)
     up = tl.load(x + row * 2 * columns + columns + at, inside, 0.0)
     tl.store(y + row * columns + at, gated(gate, up), inside)
@@ -35,7 +37,8 @@ def _triton(x: Tensor) -> Tensor:
     columns = flat.shape[-1] // 2
     y = torch.empty((*flat.shape[:-1], columns), dtype=x.dtype, device=x.device)
     if y.numel():
-        _silu_mul_kernel[(triton.cdiv(columns, _BLOCK), y.numel() // columns)](flat, y, columns, _BLOCK)
+        grid = (triton.cdiv(columns, _BLOCK), y.numel() // columns)
+        _silu_mul_kernel[grid](flat, y, columns, _BLOCK, **early(x.device))
     return y
 
 

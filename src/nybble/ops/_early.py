@@ -1,0 +1,37 @@
+"""Triton kernels that start before the kernel ahead of them has ended (programmatic dependent launch, sm_90 and later).
+
+A decode step is hundreds of kernels of a few microseconds each, and what passes between the end of one and the first
+instruction of the next would be a good part of it. A kernel that calls `begin` first is set up while its predecessor
+ends, waits until everything before it is done and visible, so that nothing it does afterwards is early, and then lets
+its own successor be set up. Not sooner: while a large kernel still runs, the blocks of the next large one would crowd
+on the few processors that are free (a step of an 8B model at batch 16 took 4.2 ms in place of 2.6).
+
+    _kernel[grid](..., **early(x.device))          with EARLY: tl.constexpr among the kernel's arguments
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_OLDEST = (9, 0)
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr) -> None:
+    """The first statement of a kernel launched with `early`."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@cache
+def early(device: torch.device) -> dict[str, bool]:
+    """Launch arguments: whether a kernel on `device` starts early, for the kernel and for the launcher."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OLDEST:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
