@@ -31,6 +31,7 @@ from nybble.ops.linear_invariant import LINEAR_INVARIANT, linear_invariant
 
 SHAPES = ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
 FEW, MANY = (1, 16, 64), 2048
+_WIDE_TILE = exact_cuda.Tile(8, 16, 1)
 _OTHER = {True: exact_cuda.Stream(4, 4, 2), False: exact_cuda.Tile(4)}  # few tokens -> a plan to compare with
 _PEAK_BLOCKS, _PEAK_THREADS, _PEAK_ROUNDS, _PEAK_OPS = 32, 256, 400, 256
 
@@ -80,11 +81,13 @@ def measure(n: int, k: int, m: int) -> Iterator[dict[str, Any]]:
         "linear_exact": (count, lambda i: linear_exact(x, weights[i])),
         "layercast": (count, lambda i: layercast(wide, weights[i])),
     }
+    if m == MANY:
+        contenders["linear_exact_wide_tile"] = count, lambda i: exact_cuda.run(x, weights[i], None, _WIDE_TILE)
     for name, (number, call) in contenders.items():
         us, outputs = _time(number, m, call)
         base = base or us
         LINEAR_INVARIANT.agreement.check(outputs[0].to(torch.bfloat16), reference, f"{name} [{n}, {k}], M = {m}", size)
-        if name == "linear_exact":
+        if name.startswith("linear_exact"):
             other = exact_cuda.run(x, weights[0], None, _OTHER[m in FEW])
             if not torch.equal(other, outputs[0]):
                 raise Mismatch(f"linear_exact [{n}, {k}], M = {m}: two plans differ")

@@ -48,7 +48,11 @@ class Stream:
     tokens: int
     rows: int
     unroll: int
-    source, name, threads, shared_bytes = _STREAM, "linear_exact_stream", 128, 0
+    source, name, threads = _STREAM, "linear_exact_stream", 128
+
+    def shared_bytes(self, x_run: int, w_run: int) -> int:
+        """Dynamic shared memory: none."""
+        return 0
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Blocks: groups of rows, passes over the weight."""
@@ -73,10 +77,10 @@ class Tile:
         """Blocks: tiles of tokens, tiles of outputs."""
         return -(-m // (16 * self.tokens)), -(-n // (16 * self.rows))
 
-    @property
-    def shared_bytes(self) -> int:
-        """Totals, and two buffers of 16 columns of both operands."""
-        return 4 * (self.tokens * self.rows * self.threads + 2 * 16 * (16 * (self.tokens + self.rows) + 8))
+    def shared_bytes(self, x_run: int, w_run: int) -> int:
+        """Totals, two buffers of 16 columns of both operands, and the runs that are on their way."""
+        sums, columns = self.tokens * self.rows * self.threads, 16 * (self.tokens + self.rows) + 8
+        return 4 * (sums + 2 * 16 * columns) + self.threads * x_run + 2 * 16 * self.rows * w_run
 
     @property
     def defines(self) -> dict[str, int]:
@@ -100,11 +104,10 @@ def plan(m: int, n: int) -> Plan:
 
 
 @cache
-def _kernel(
-    source: Path, name: str, shared_bytes: int, defines: tuple[tuple[str, int], ...], device: int
-) -> _nvrtc.Kernel:
+def _kernel(chosen: Plan, shared_bytes: int, defines: tuple[tuple[str, int], ...], device: int) -> _nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
-    return _nvrtc.Kernel.load(_nvrtc.build(source, dict(defines), f"{major}{minor}"), name, shared_bytes)
+    cubin = _nvrtc.build(chosen.source, dict(defines), f"{major}{minor}")
+    return _nvrtc.Kernel.load(cubin, chosen.name, shared_bytes)
 
 
 def run(x: Tensor, w: shared.Weight, bias: Tensor | None, chosen: Plan | None = None) -> Tensor:
@@ -112,18 +115,28 @@ def run(x: Tensor, w: shared.Weight, bias: Tensor | None, chosen: Plan | None = 
     n, k = w.shape
     y = x.new_empty((*x.shape[:-1], n))
     rows = shared.whole_runs(shared.rows(x))
-    chosen = chosen or plan(len(rows), n)
     defines, weight, row, groups, scale, zero = _described(w)
     shift = None if bias is None else bias.to(torch.float32).contiguous()
     pointers = (None if t is None else t.data_ptr() for t in (rows, weight, scale, zero, shift, y))
     padded = -(-k // RUN) * RUN
     arguments = _Arguments(*pointers, rows.stride(0) * x.element_size(), row, len(rows), n, padded, groups)
-    found = {"X_KIND": _KINDS[x.dtype], **defines, **chosen.defines}
+    runs = RUN * x.element_size(), defines["BITS"] if defines["W_KIND"] == _INT else RUN * weight.element_size()
+    chosen = chosen or _that_fits(plan(len(rows), n), runs, x.device.index)
+    found = tuple(sorted({"X_KIND": _KINDS[x.dtype], **defines, **chosen.defines}.items()))
     with torch.cuda.device(x.device):
-        kernel = _kernel(chosen.source, chosen.name, chosen.shared_bytes, tuple(sorted(found.items())), x.device.index)
+        kernel = _kernel(chosen, chosen.shared_bytes(*runs), found, x.device.index)
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        kernel.launch(chosen.grid(len(rows), n), chosen.threads, chosen.shared_bytes, arguments, False, stream)
+        kernel.launch(
+            chosen.grid(len(rows), n), chosen.threads, chosen.shared_bytes(*runs), arguments, False, stream
+        )  # fmt: skip
     return y
+
+
+def _that_fits(chosen: Plan, runs: tuple[int, int], device: int) -> Plan:
+    """The plan, or a smaller tile where a block has too little shared memory for it."""
+    found = torch.cuda.get_device_properties(device)
+    room: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return chosen if chosen.shared_bytes(*runs) <= room else Tile(4)
 
 
 def _described(w: shared.Weight) -> tuple[dict[str, int], Tensor, int, int, Tensor | None, Tensor | None]:

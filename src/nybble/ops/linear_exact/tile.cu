@@ -16,42 +16,66 @@
 #define W_STRIDE (OUTPUTS + 4)
 #define PIECES (TOKENS * ROWS / 4)  // of four totals
 
-// A step's run of one row: which turn of the chain, and its bytes; zeros where there is no such column or row.
+// Columns of a step's run: two turns of a chain.
 __device__ __forceinline__ int column_of(int chain, int step, int half) { return (2 * step + half) * SPAN + chain * RUN; }
 
-struct Fetched {
-  u32 x[X_WORDS], w[W_RUNS][W_WORDS];
+// BYTES (4, 8, or a multiple of 16) to shared memory, asynchronously; zeros if not `there`. The compiler puts off loads
+// into registers until they are needed, however early they are written down; it cannot put off these.
+template <int BYTES> __device__ __forceinline__ void copy(u32 to, const char *from, bool there) {
+  if (BYTES < 16)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES < 16 ? BYTES : 4),
+                 "r"(there ? BYTES : 0) : "memory");
+#pragma unroll
+  for (int i = 0; i < BYTES / 16; ++i)  // a warp's 16-byte pieces lie together
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * (16 * THREADS)), "l"(from + i * 16),
+                 "r"(there ? 16 : 0) : "memory");
+}
+template <int WORDS> __device__ __forceinline__ void read_back(u32 *to, const u32 *from) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) to[i] = from[WORDS < 4 ? i : i / 4 * (4 * THREADS) + i % 4];
+}
+
+// What a thread fetches of the next step: runs of its own, in slots of its own, so that no barrier is needed before it reads
+// them back.
+struct Fetcher {
+  u32 *x, *w;  // the slots
   Scale scale[W_RUNS];
+
+  __device__ __forceinline__ explicit Fetcher(u32 *slots)
+      : x(slots + threadIdx.x * 4), w(slots + X_WORDS * THREADS + threadIdx.x * (W_WORDS < 4 ? W_WORDS : 4)) {}
 
   __device__ __forceinline__ void fetch(const Arguments &p, int token0, int row0, int chain, int step) {
 #pragma unroll
     for (int i = 0; i < W_RUNS; ++i) {
       const int at = threadIdx.x + i * THREADS, row = row0 + at % OUTPUTS, column = column_of(chain, step, at / OUTPUTS);
       const bool there = row < p.N && column < p.K;
-#pragma unroll
-      for (int e = 0; e < W_WORDS; ++e) w[i][e] = 0;
-      if (there) read_once<W_WORDS>(w[i], p.w + row * p.w_row + column / RUN * (W_WORDS * 4LL));
+      const char *from = there ? p.w + row * p.w_row + column / RUN * (W_WORDS * 4LL) : p.w;
+      copy<4 * W_WORDS>((u32)__cvta_generic_to_shared(w + i * (W_WORDS * THREADS)), from, there);
       scale[i] = there ? scale_of(p, row, column) : Scale{};
     }
     const int half = threadIdx.x / ROWS_X, token = token0 + threadIdx.x % ROWS_X, column = column_of(chain, step, half);
-#pragma unroll
-    for (int e = 0; e < X_WORDS; ++e) x[e] = 0;
-    if (half < 2 && token < p.M && column < p.K)
-      read_shared_by_many<X_WORDS>(x, p.x + token * p.x_row + column * (long long)X_BYTES);
+    const bool there = half < 2 && token < p.M && column < p.K;
+    copy<4 * X_WORDS>((u32)__cvta_generic_to_shared(x), there ? p.x + token * p.x_row + column * (long long)X_BYTES : p.x, there);
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
   __device__ __forceinline__ void put(float *x_tile, float *w_tile) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
     float values[RUN];
     const int half = threadIdx.x / ROWS_X;
     if (half < 2) {
-      widen<X_KIND>(values, x);
+      u32 raw[X_WORDS];
+      read_back<X_WORDS>(raw, x);
+      widen<X_KIND>(values, raw);
 #pragma unroll
       for (int i = 0; i < RUN; ++i) x_tile[(half * RUN + i) * X_STRIDE + threadIdx.x % ROWS_X] = values[i];
     }
 #pragma unroll
     for (int i = 0; i < W_RUNS; ++i) {
       const int at = threadIdx.x + i * THREADS;
-      widen_weight(values, w[i], scale[i]);
+      u32 raw[W_WORDS];
+      read_back<W_WORDS>(raw, w + i * (W_WORDS * THREADS));
+      widen_weight(values, raw, scale[i]);
 #pragma unroll
       for (int e = 0; e < RUN; ++e) w_tile[(at / OUTPUTS * RUN + e) * W_STRIDE + at % OUTPUTS] = values[e];
     }
@@ -110,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) totals[i * THREADS] = {0.f, 0.f, 0.f, 0.f};
 
-  Fetched next;
+  Fetcher next((u32 *)(w_tile + 2 * STEP * W_STRIDE));
   int chain = 0, step = 0, buffer = 0;
   next.fetch(p, token0, row0, 0, 0);
   next.put(x_tile, w_tile);

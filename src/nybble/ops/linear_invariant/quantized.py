@@ -9,6 +9,7 @@ is decided by the weight and the machine, never by the number of tokens.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,24 +19,23 @@ from nybble.ops._declare import Implementation
 from nybble.ops.linear import config, cuda
 from nybble.quantize import QuantTensor
 
-_WARPS = 8  # over the columns, in stream.cu
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-def _one_order(plan: object, tiled: bool) -> bool:
-    if isinstance(plan, config.Tile):
-        return tiled and plan.cluster == 1
-    return not tiled and isinstance(plan, config.Stream) and (plan.rt, plan.wk, plan.slices) == (1, _WARPS, 1)
+_WIDTHS = ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2))
+_TILES = tuple(
+    config.Tile(groups, *width, stages) for groups, width, stages in product((1, 2, 3, 4), _WIDTHS, (5, 8, 3))
+)
+_STREAMS = tuple(config.Stream(mt, rt=1, wn=2, wk=8, stages=stages) for mt, stages in product((1, 2, 4), (2, 3, 4)))
 
 
 @lru_cache(maxsize=4096)
-def plan(p: config.Problem) -> config.Plan:
+def plan(p: config.Problem) -> config.Stream | config.Tile:
     """What runs: the cheapest of the shapes that share the weight's order. ValueError where there is none."""
-    tiled = config.Tile(1, 16, 1, 3).refusal(p) is None
-    fit = [c for c in config.candidates(p) if _one_order(c, tiled) and c.refusal(p) is None]
-    if not fit:
-        raise ValueError(f"no kernel of one order fits K = {p.k}")
-    return min(fit, key=lambda c: c.score(p))
+    tiles = [c for c in _TILES if c.registers_fit and c.refusal(p) is None and c.tokens * c.wgmmas < 2 * max(p.m, 16)]
+    streams = [c for c in _STREAMS if c.refusal(p) is None]
+    if not tiles and not streams:
+        raise ValueError(f"no kernel of one order fits: {_STREAMS[0].refusal(p)}")
+    found: list[config.Stream | config.Tile] = [*tiles] or [*streams]
+    return min(found, key=lambda c: c.score(p))
 
 
 def _run(x: Tensor, w: QuantTensor, bias: Tensor | None) -> Tensor:

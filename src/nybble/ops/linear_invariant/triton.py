@@ -27,8 +27,9 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @triton.jit
 def _linear_invariant_kernel(
-    x, w, bias, y, m, n, k,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    x, w, bias, y, m, n, k, x_row,
+    HAS_BIAS: tl.constexpr, FEW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # GROUP tiles of tokens go through all outputs together: what they read of x and w stays in L2.
     tiles, of_outputs = tl.cdiv(m, BM), tl.cdiv(n, BN)
@@ -36,13 +37,16 @@ def _linear_invariant_kernel(
     height = min(tiles - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * of_outputs)
     token0, row0 = (group * GROUP + within % height) * BM, (within // height) * BN
+    rows, tokens, columns = row0 + tl.arange(0, BN), token0 + tl.arange(0, BM), tl.arange(0, BK)
     total = tl.zeros((BM, BN), tl.float32)
     for column in range(0, k, BK):
-        a = x.load([token0, column])
+        if FEW:  # the copy engine is slow where most of a box lies outside
+            inside = (tokens < m)[:, None] & (column + columns < k)[None, :]
+            a = tl.load(x + tokens[:, None] * x_row + (column + columns)[None, :], inside, 0.0)
+        else:
+            a = x.load([token0, column])
         b = w.load([row0, column])
         total = tl.dot(a, b.T, total)
-    rows = row0 + tl.arange(0, BN)
-    tokens = token0 + tl.arange(0, BM)
     total += tl.load(bias + rows, rows < n, 0.0).to(tl.float32)[None, :] if HAS_BIAS else 0.0
     at = tokens.to(tl.int64)[:, None] * n + rows[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), (tokens < m)[:, None] & (rows < n)[None, :])
@@ -64,14 +68,15 @@ class Tiles:
         return 2 * self.columns * (self.tokens + self.outputs) * self.stages + 1024
 
 
+_FEW = 16
 _WIDE = 8192
 """Outputs from which on tiles of 64 or 128 of them fill the processors."""
 
 
 def plans(m: int, n: int) -> tuple[Tiles, ...]:
     """What may run for m tokens and n outputs, in order of preference; later ones need less shared memory."""
-    if m <= 16:
-        best = Tiles(16, 64, 128, 4, 4) if _WIDE < n <= 2 * _WIDE else Tiles(16, 32, 128, 2, 5)
+    if m <= _FEW:
+        best = Tiles(_FEW, 64, 128, 4, 4 if n <= 2 * _WIDE else 3) if n > _WIDE else Tiles(_FEW, 16, 256, 1, 4)
     elif m <= 64:
         best = Tiles(64, 128, 64, 4, 5) if n > _WIDE else Tiles(64, 32, 128, 4, 5)
     elif m <= 256:
@@ -94,10 +99,11 @@ def run(
     grid = (triton.cdiv(m, t.tokens) * triton.cdiv(n, t.outputs),)
     with torch.cuda.device(x.device):
         _linear_invariant_kernel[grid](
-            TensorDescriptor.from_tensor(rows, [t.tokens, t.columns]),
+            rows if t.tokens == _FEW else TensorDescriptor.from_tensor(rows, [t.tokens, t.columns]),
             TensorDescriptor.from_tensor(weight, [t.outputs, t.columns]),
-            y if bias is None else bias.contiguous(), y, m, n, k,
-            bias is not None, t.tokens, t.outputs, t.columns, _GROUP, num_warps=t.warps, num_stages=t.stages,
+            y if bias is None else bias.contiguous(), y, m, n, k, rows.stride(0),
+            bias is not None, t.tokens == _FEW, t.tokens, t.outputs, t.columns, _GROUP,
+            num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
     return y
 
