@@ -92,10 +92,10 @@ def test_fp8_sums_that_do_not_cancel_keep_the_agreement(weight: str, activation:
 @pytest.mark.parametrize(("weight", "activation"), [*EXACT, GROUPED[2], *FLOATS[:1]])
 def test_rows_of_zeros_of_one_outlier_and_at_the_ends_of_the_range(weight: str, activation: str) -> None:
     x = normal(96, 256, dtype=torch.bfloat16)
-    x[0], x[1], x[2], x[3] = 0, 1e-30, 1e30, torch.eye(256, device="cuda", dtype=torch.bfloat16)[3] * 3e4
+    x[0], x[1], x[2], x[3] = 0, 1e-30, 1e28, torch.eye(256, device="cuda", dtype=torch.bfloat16)[3] * 3e4
     original = normal(64, 256, seed=1)
     original[5] = 0
-    original[6] *= 1e20
+    original[6] *= 1e6
     w = quantize(original, weight)
     y = linear(x, w, None, activation)
     assert not y[0].any()

@@ -1,5 +1,8 @@
 """The model of granularity: what it says of the machines in APEX4's paper, and whose arithmetic it is."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from nybble import costs
@@ -22,7 +25,8 @@ def test_groups_of_128_hide_where_the_paper_found_them_to_and_not_on_the_a100() 
 def test_halving_the_group_doubles_what_is_exposed() -> None:
     for machine in (machines.get("h200"), machines.get("a100")):
         assert granularity.exposed(machine, 32) == pytest.approx(4 * granularity.exposed(machine, 128))
-        assert granularity.slowdown(machine, 1 << 20) == 1
+        assert granularity.slowdown(machine, 1 << 20) == pytest.approx(1, abs=1e-3)
+        assert granularity.exposed(machine, 64, both=False) < granularity.exposed(machine, 64)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -36,3 +40,19 @@ def test_it_is_the_ratio_of_the_planners_terms(group: int) -> None:
 def test_a_machine_without_integer_products_is_refused() -> None:
     with pytest.raises(Unsupported, match="no integer products"):
         granularity.choose(machines.get("c2075"))
+
+
+def test_slowdowns_measured_on_an_h200_are_within_a_quarter() -> None:
+    """Over the product with scales of whole rows, same run, [2048 and 4096, 14336, 4096]."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "activations.json"
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["kernel"].startswith("narrow_cuda")]
+    h200, seen = machines.get("h200"), 0
+    for m in (2048, 4096):
+        us = {(row["weight"], row["activation"]): row["us"] for row in rows if (row["m"], row["n"]) == (m, 14336)}
+        for group in granularity.GROUPS:
+            for activation, both in ((f"int4_g{group}", True), ("int8_token", False)):
+                whole = us["int4_channel", "int4_token" if both else "int8_token"]
+                measured = us[f"int4_g{group}", activation] / whole
+                assert measured == pytest.approx(granularity.slowdown(h200, group, both), rel=0.25)
+                seen += 1
+    assert seen == 12

@@ -11,7 +11,7 @@
 // multiplied by the group's scales and added up in float32, while the tensor cores fill a second set. 4-bit codes are widened in registers, to sixteen times
 // their value: `nibble << 4` is a byte of two's complement, and 1/16 goes into the last factor.
 //
-// Definitions: FLOAT8 (e4m3, else int8), NIBBLES, TOKENS (128, 192, 256), STAGES, FOLD (0: never, 1, 2, 4), W_GROUPED,
+// Definitions: FLOAT8 (e4m3, else int8), NIBBLES, TOKENS (128, 192, 256; with FOLD 128), STAGES, FOLD (0: never, 1, 2, 4), W_GROUPED,
 // X_GROUPED (whether scales change along K, with FOLD), W_BLOCKS (whether 128 rows share a scale), W_SCALE (0 bf16,
 // 1 fp16, 2 fp32), Y_FP16.
 typedef unsigned int u32;
@@ -34,12 +34,8 @@ typedef unsigned long long u64;
 #define BURST (FOLD ? FOLD : NIBBLES ? 2 : 4)  // steps that wgmma is given at once
 #define WARPS 8
 #define THREADS (32 * WARPS + 128)
-#ifndef BAND
 #define BAND 8
-#endif
-#ifndef SKEW
 #define SKEW 1
-#endif
 
 struct Arguments {
   TensorMap w, x, y;  // boxes of ROWS rows, of half of TOKENS, of OUT_TOKENS x 64
@@ -194,12 +190,12 @@ struct Walk {
     __syncwarp();
     if (lane < CLUSTER) arrive_at(memory.empty(before), lane);
   }
-  // Hands steps of a chunk to the tensor cores, from `first` on.
-  template <int STEPS = BURST> __device__ __forceinline__ void start(Sum *sum, const u32 (*a)[4], int first, bool keeps) const {
+  // Hands BURST steps of a chunk to the tensor cores, from `first` on.
+  __device__ __forceinline__ void start(Sum *sum, const u32 (*a)[4], int first, bool keeps) const {
     const u32 weights = memory.w(turn.stage) + group * 64 * W_ROW, tokens = memory.x(turn.stage);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    for (int i = 0; i < BURST; ++i) {
       const int step = (first + i) * 32, keep = keeps || i;
       if (NIBBLES)
         wgmma_registers(sum, a[i], row_descriptor(tokens + step), keep);
@@ -258,39 +254,8 @@ struct Pending {
   }
 };
 
-#if FOLD == 4
-// Sums by groups of a chunk. Two warpgroups that multiply at once share the tensor cores and then add up at once, and
-// the tensor cores rest. So they take turns, one multiplies while the other adds up; the turn is handed over while the
-// last step still runs, since waking a warpgroup takes about as long.
-__device__ __forceinline__ void multiply_groups(Walk &walk, float *total, int row0) {
-  Sum sum[SUMS_OF_THREAD];
-  u32 a[BURST][4];
-  Nibbles nibbles;
-  Pending mine;
-  const int row = row0 + walk.warp * 16 + walk.lane / 4;
-#pragma unroll 1
-  for (int chunk = 0; chunk < walk.p.chunks; ++chunk, walk.next()) {
-    for (int r = 0; r < 2 && W_GROUPED; ++r) mine.w[r] = w_scale(walk.p, row + 8 * r, chunk);
-    mine.scales = walk.memory.scale(walk.turn.stage);
-    barrier_wait(walk.memory.full(walk.turn.stage), walk.turn.phase);
-    if (NIBBLES) nibbles.read(walk.memory.w(walk.turn.stage) + walk.group * 64 * W_ROW, walk.warp, walk.lane);
-    for (int step = 0; step < BURST && NIBBLES; ++step) nibbles.operand(step, a[step]);
-    meet(4 + walk.group, 256);
-    walk.start<BURST - 1>(sum, a, 0, false);
-    walk.start<1>(sum, a + BURST - 1, BURST - 1, true);
-    wgmma_wait<1>();
-    arrive(5 - walk.group, 256);
-    wgmma_wait<0>();
-    walk.before = walk.turn.stage;
-    if (!X_GROUPED) walk.release();
-    mine.fold(total, sum, walk.lane);
-    if (X_GROUPED) walk.release();
-  }
-  walk.before = STAGES;
-}
-#else
-// Sums by shorter groups, four in a row: the tensor cores fill one set of sums while the other is added up. At the end
-// of the row both are: the compiler takes no sums in flight round a loop that also reads sums.
+// Sums by groups, four in a row: the tensor cores fill one set of sums while the other is added up. At the end of the
+// row both are: the compiler takes no sums in flight round a loop that also reads sums.
 __device__ __forceinline__ void multiply_groups(Walk &walk, float *total, int row0) {
   Sum sum[2][SUMS_OF_THREAD];
   u32 a[2][BURST][4];
@@ -325,7 +290,6 @@ __device__ __forceinline__ void multiply_groups(Walk &walk, float *total, int ro
   }
   walk.before = STAGES;
 }
-#endif
 
 // What a thread needs to know of its tile's scales: fetched before the sums, which hide the way to memory.
 struct Factors {
@@ -397,7 +361,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     Walk walk = {p, memory, group, warp % 4, lane, {0, 0}, STAGES};
     u32 out_turn = 0;
     if (group == 1 && FOLD == 0) meet(3, 256);
-    if (group == 1 && FOLD == 4) arrive(4, 256);
 #pragma unroll 1
     for (int tile = first; tile < p.pairs * p.token_tiles; tile += step) {
       const Place at = place(p, tile, rank);
@@ -411,7 +374,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
       if (tile + step >= p.pairs * p.token_tiles) launch_dependents();
       store(p, memory, sum, total, factors, at, group, warp % 4, lane, out_turn);
     }
-    if (group == 0 && FOLD == 4) meet(4, 256);  // the other warpgroup's last turn
     if (threadIdx.x % 128 == 0) stored_wait<0>();
   }
   cluster_sync();  // nobody leaves while the other block may still copy or arrive here

@@ -77,9 +77,7 @@ class Plan:
 
 def plans(p: Problem) -> list[Plan]:
     """Every way to run the kernel that fits, best by the model first."""
-    # Sums that are taken out along the way need as many registers again, short groups twice as many.
-    most = 256 if not p.group else 192 if p.group == CHUNK and not p.nibbles else 128
-    widths = [t for t in (256, 192, 128) if t <= most]
+    widths = (128,) if p.group else (256, 192, 128)  # two sets of sums and their total fill the registers
     found = [Plan(t, s) for t in widths for s in (6, 5, 4)]
     fit = [plan for plan in found if plan.shared_bytes(p) <= p.machine.shared_bytes]
     deepest = {plan.tokens: plan for plan in reversed(fit)}
@@ -131,8 +129,8 @@ def run(a: QuantTensor, w: QuantTensor, bias: Tensor | None, p: Problem, plan: P
 
 
 def _chunks(p: Problem) -> int:
-    """Chunks of columns, with short groups a multiple of what the kernel takes in a row: those beyond K are zeros."""
-    chunks, row = -(-p.k // CHUNK), p.group // STEP if 0 < p.group < CHUNK else 1
+    """Chunks of columns, with groups a multiple of what the kernel takes in a row: those beyond K are zeros."""
+    chunks, row = -(-p.k // CHUNK), max(1, p.group // STEP)
     return -(-chunks // row) * row
 
 
