@@ -43,8 +43,8 @@ KERNELS = {
     "nybble.ops.linear.triton:_widen_kernel": ({"packed": "*i8", "codes": "*i8", "count": "i32"}, {"BLOCK": 2048}),
     "nybble.ops.linear_invariant.triton:_linear_invariant_kernel": (
         {"x": "tensordesc<bf16[64, 64]>", "w": "tensordesc<bf16[64, 64]>", "bias": "*bf16", "y": "*bf16",
-         **dict.fromkeys("mnk", "i32")},
-        {"HAS_BIAS": True, "BM": 64, "BN": 64, "BK": 64, "GROUP": 8},
+         **dict.fromkeys(("m", "n", "k", "x_row"), "i32")},
+        {"HAS_BIAS": True, "FEW": False, "BM": 64, "BN": 64, "BK": 64, "GROUP": 8},
     ),
 }  # fmt: skip
 PRODUCER = "nybble.ops.quantize_rows.triton:_quantize_rows_kernel"
