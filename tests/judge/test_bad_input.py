@@ -78,6 +78,23 @@ def test_children_end_with_the_verdict(verdict_of: Callable[..., Verdict], zygot
     assert descendants(zygote.process.pid) == []
 
 
+def test_what_started_it_is_out_of_reach(verdict_of: Callable[..., Verdict]) -> None:
+    """Linux 6.12 refuses the signal; before, the verdict says what happened, and another can be had."""
+    verdict = verdict_of(HEAD + "        import os; os.kill(os.getppid(), 9)\n        return a @ b\n")
+    assert verdict.status in ("wrong", "crashed"), verdict.text()
+    assert verdict_of(HEAD + "        return a @ b\n", checks=["as_given"]).correct
+
+
+def test_a_starter_that_died_is_started_again() -> None:
+    starter = Zygote()
+    starter.process.kill()
+    starter.process.wait()
+    assert starter.status(1) is None
+    problem = str(PROBLEMS / "matmul.py")
+    assert judge(problem, f"{problem}:Model", zygote=starter, checks=["as_given"]).correct
+    starter.close()
+
+
 def test_the_environment_holds_no_secret(verdict_of: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_JUDGE", "1")
     assert "SECRET_OF_THE_JUDGE" in os.environ

@@ -19,6 +19,8 @@ from nybble.judge.timing import BASELINES
 from nybble.judge.trial import Refused, Trial
 from nybble.judge.verdict import Finding, Verdict, decide
 
+_ENOUGH = 30.0  # seconds after which one finding against a candidate suffices
+
 
 def judge(
     problem: str,
@@ -44,8 +46,8 @@ def judge(
         "eager", "compile", "graph": what the candidate's speed is compared with. checks: names of the only checks to
         run; None runs all but those that are run on request. Without "timed" there is no speed. own_kernels: handing
         the work to the framework is cheating. limits: time, memory, files, output and processes of the candidate.
-        rounds: of timing. stop: with the first finding against the candidate; otherwise every check has its say.
-        zygote: a running starter of candidates, to save its start (about two seconds) when judging many.
+        rounds: of timing. stop: with the first finding against the candidate; otherwise every check has its say within
+        half a minute. zygote: a running starter of candidates, to save its start (about two seconds) when judging many.
 
     Returns:
         The verdict; whatever the candidate does, it is a verdict and not an exception.
@@ -111,7 +113,7 @@ def _foreign(problem: Problem) -> frozenset[str]:
 def ask_all(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> list[Finding]:
     """The checks' findings. The candidate's process ends with them, whatever happened."""
     findings: list[Finding] = []
-    threads = torch.get_num_threads()
+    threads, begun = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(1)  # the reference's sums are then the same on every machine and every run
     try:
         with trial.candidate:
@@ -123,7 +125,7 @@ def ask_all(trial: Trial, checks: list[Check], seed: int | None, stop: bool) -> 
                 for check in checks:
                     findings += _one(trial, check)
                     trial.failed = decide(findings) != "correct"
-                    if stop and trial.failed:
+                    if trial.failed and (stop or time.monotonic() - begun > _ENOUGH):
                         break
             except Refused as refusal:
                 findings.append(refusal.finding)

@@ -2,8 +2,9 @@
 
 All of it is set inside the child after the fork and before the candidate's first line. It stops accidents and the usual
 tricks, in Python and in native code: memory, processor time, written bytes (rlimits), writes outside the private folder
-(Landlock, where the kernel has it). Reads are recorded, not stopped: Python's audit hook sees `open`, a read by native
-code it does not see. It is not a sandbox for hostile code: the candidate runs as the same user, with the network.
+and signals to other processes (Landlock, where the kernel has it). Reads are recorded, not stopped: Python's audit hook
+sees `open`, a read by native code it does not see. It is not a sandbox for hostile code: the candidate runs as the same
+user, with the network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _NO_NEW_PRIVILEGES = 38
 # write, remove directory and file, make character device, directory, file, socket, fifo, block device, symlink,
 # link or rename across folders, truncate
 _WRITES = sum(1 << bit for bit in (1, *range(4, 13), 13, 14))
-_TRUNCATE_SINCE, _REFER_SINCE = 3, 2
+_TRUNCATE_SINCE, _REFER_SINCE, _SCOPES_SINCE = 3, 2, 6
+_OWN_SIGNALS = 1 << 1
 
 
 def limit(memory: int | None, seconds: int, written: int) -> None:
@@ -36,7 +38,10 @@ def limit(memory: int | None, seconds: int, written: int) -> None:
 
 
 def forbid_writes(allowed: Iterable[str]) -> bool:
-    """Let this process and its children write below these folders only; False where the kernel has no Landlock."""
+    """Let this process and its children write below these folders only, and signal each other only.
+
+    False where the kernel has no Landlock; signals need Linux 6.12.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
@@ -44,7 +49,8 @@ def forbid_writes(allowed: Iterable[str]) -> bool:
     access = _WRITES
     access &= ~(1 << 13) if version < _REFER_SINCE else -1
     access &= ~(1 << 14) if version < _TRUNCATE_SINCE else -1
-    rules = libc.syscall(_CREATE_RULESET, ctypes.byref(ctypes.c_uint64(access)), 8, 0)
+    wanted = (access, 0, _OWN_SIGNALS) if version >= _SCOPES_SINCE else (access,)
+    rules = libc.syscall(_CREATE_RULESET, struct.pack(f"={len(wanted)}Q", *wanted), 8 * len(wanted), 0)
     if rules < 0:
         return False
     for folder in allowed:

@@ -32,6 +32,7 @@ from nybble.errors import NybbleError
 from nybble.judge import wire
 
 _TICK = 0.1  # seconds between two looks at a candidate that has not answered
+_DYING = 10.0  # seconds that processes may take to end when they are killed
 _PRINTED_KEPT, _PRINTED_SHOWN = 6000, 1500
 _RECORD_KEPT = 1 << 20
 _PASSED_ON = (
@@ -94,15 +95,18 @@ class Zygote:
     def __init__(self, device: str = "cpu", threads: int = 1) -> None:
         self.device, self.threads = device, threads
         self.candidates: set[int] = set()
+        self._start()
+        atexit.register(self.close)
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
         command = [sys.executable, "-m", "nybble.judge.zygote", str(theirs.fileno())]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment(device, threads), stdin=subprocess.DEVNULL,
+            command, pass_fds=[theirs.fileno()], env=environment(self.device, self.threads), stdin=subprocess.DEVNULL,
             cwd=tempfile.gettempdir(),
         )  # fmt: skip
         theirs.close()
-        atexit.register(self.close)
         if not self._reply(60.0).get("ready"):
             raise NybbleError("the process that starts candidates did not start")
 
@@ -116,6 +120,9 @@ class Zygote:
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Start a candidate's process; its pid."""
+        if self.process.poll() is not None:  # the last candidate ended it
+            self.control.close()
+            self._start()
         rights = array.array("i", descriptors)
         self.control.sendmsg(
             [json.dumps({"do": "fork", **request}).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
@@ -130,10 +137,12 @@ class Zygote:
         return [p for pid in adopted for p in (pid, *descendants(pid))]
 
     def status(self, pid: int) -> int | None:
-        """How an ended candidate ended: its exit code, a signal as a negative number."""
-        self.control.send(json.dumps({"do": "status", "pid": pid}).encode())
-        ended: int | None = self._reply(10.0)["ended"]
-        return ended
+        """How an ended candidate ended: its exit code, a signal as a negative number; None where nobody knows."""
+        try:
+            self.control.send(json.dumps({"do": "status", "pid": pid}).encode())
+            return self._reply(10.0).get("ended")
+        except (OSError, NybbleError):  # the candidate ended this process, too
+            return None
 
     def close(self) -> None:
         """End it and everything below it."""
@@ -204,8 +213,9 @@ class Candidate:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End the process and every child, also those that left its session."""
-        for _ in range(20):
+        """End the process and every child, also those that left its session; on a busy machine they take their time."""
+        end = time.monotonic() + _DYING
+        while time.monotonic() < end:
             for pid in [self.pid, *self.children()]:
                 _kill(pid)
             self.zygote.status(self.pid)
