@@ -99,6 +99,36 @@ def linear(record: Record) -> str:
     )
 
 
+def activations(record: Record) -> str:
+    """Linears with narrow activations on a GPU."""
+    int8, int4 = "int8_channel", "int4_channel"
+    columns: dict[str, Callable[[Record], bool]] = {
+        "W8A8": lambda r: r["kernel"].startswith("narrow_cuda") and r["weight"] == int8,
+        "and its pass over x": lambda r: r["kernel"].startswith("linear,") and r["weight"] == int8,
+        "W4A8": lambda r: (
+            r["kernel"].startswith("narrow_cuda") and (r["weight"], r["activation"][:4]) == (int4, "int8")
+        ),
+        "and its pass over x ": lambda r: (
+            r["kernel"].startswith("linear,") and (r["weight"], r["activation"][:4]) == (int4, "int8")
+        ),
+        "FP8 by row": lambda r: r["kernel"] == "torch._scaled_mm" and r["weight"] == "fp8_channel",
+        "FP8 by block": lambda r: r["kernel"] == "torch._scaled_mm" and r["weight"] == "fp8_block128",
+        "`_int_mm`, then rescaled": lambda r: "two passes" in r["kernel"],
+    }
+    body = []
+    for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in record["rows"]):
+        found = [row for row in record["rows"] if (row["m"], row["n"], row["k"]) == (m, n, k)]
+        best = [max((row["ratio"] for row in found if choose(row)), default=None) for choose in columns.values()]
+        body.append([f"{n} × {k}", str(m), *("" if ratio is None else f"{ratio:.2f}x" for ratio in best)])
+    return (
+        f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
+        f"{record['versions']['torch']}, {record['date']}, commit {record['commit']}). W8A8 and W4A8 have a scale for "
+        "every channel and every token; their integer sums are exact and were compared bit for bit. FP8 is "
+        "`torch._scaled_mm`, which serves it here, without fast accumulation.\n\n"
+        f"{table(['weight', 'M', *columns], body)}"
+    )
+
+
 def quantize(record: Record) -> str:
     """Throughput of quantize()."""
     head = ["format", "M values/s in", "M values/s back", "time of a copy"]
@@ -128,6 +158,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
+    ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
 ]
 
