@@ -37,17 +37,20 @@ class Decoder:
         whole: Any = model
         inner, config = whole.model, whole.config
         self.embedding, self.dtype = inner.embed_tokens.weight.data, dtype
+        device = self.embedding.device
         self.layers = [projections.split(number, layer) for number, layer in enumerate(inner.layers)]
         self.norms = [(self._gain(layer.input_norm), self._gain(layer.post_norm)) for layer in self.layers]
         self.last, self.head, self.eps = self._gain(inner.norm), whole.lm_head.weight.data, config.rms_norm_eps
         d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        at = torch.arange(capacity, device="cuda")[None]
-        self.cos, self.sin = (t[0].contiguous() for t in inner.rotary_emb(torch.empty(1, dtype=dtype).cuda(), at))
+        at = torch.arange(capacity, device=device)[None]
+        self.cos, self.sin = (
+            t[0].contiguous() for t in inner.rotary_emb(torch.empty(1, dtype=dtype, device=device), at)
+        )
         shape = (len(self.layers), 1, config.num_key_value_heads, capacity, d)
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device="cuda") for _ in range(2))
-        self.token = torch.zeros(1, dtype=torch.int64, device="cuda")
-        self.position = torch.zeros(1, dtype=torch.int32, device="cuda")
-        self.logits = torch.empty(1, config.vocab_size, dtype=dtype, device="cuda")
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.logits = torch.empty(1, config.vocab_size, dtype=dtype, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _gain(self, norm: Any) -> Tensor:
@@ -56,18 +59,19 @@ class Decoder:
     @torch.no_grad()
     def read(self, prompt: Tensor) -> Tensor:
         """Start anew with a prompt [T], token by token; the logits [V] after it."""
-        if self._graph is None:
+        if self._graph is None and self.embedding.is_cuda:
             self._capture()
         self.position.zero_()
         for token in prompt.tolist():
             self.token.fill_(token)
-            self._graph.replay()
+            self.decode(1)
         return self.logits[0]
 
+    @torch.no_grad()
     def decode(self, count: int) -> None:
         """`count` more greedy tokens; nothing waits for the device."""
         for _ in range(count):
-            self._graph.replay()
+            self._step() if self._graph is None else self._graph.replay()
 
     def _step(self) -> None:
         x = torch.nn.functional.embedding(self.token, self.embedding).to(self.dtype)
