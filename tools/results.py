@@ -129,6 +129,34 @@ def activations(record: Record) -> str:
     )
 
 
+def promises(record: Record) -> str:
+    """What equal bits cost, one linear at a time."""
+    names = {
+        "cublas_bf16": ("none", "cuBLAS, bf16"),
+        "linear_invariant": ("batch-invariant", "`linear_invariant`"),
+        "batch_invariant_replacement": ("batch-invariant", "one fixed tile for all"),
+        "linear_exact": ("cross-machine", "`linear_exact`"),
+        "layercast": ("none, but rarely differs", "LayerCast"),
+        "cublas_fp32": ("none, but rarely differs", "cuBLAS, weights kept in float32"),
+    }
+    shapes = list(dict.fromkeys((row["n"], row["k"]) for row in record["rows"]))
+    cells = {(row["m"], row["kernel"], row["n"], row["k"]): row for row in record["rows"]}
+    body = []
+    for m in sorted({row["m"] for row in record["rows"]}):
+        for name, (promise, way) in names.items():
+            found = [cells[m, name, n, k] for n, k in shapes]
+            body.append([str(m), promise, way, *(f"{c['ratio']:.3g}x ({c['us']:.0f} µs)" for c in found)])
+    many = [row["tflop_per_s"] for row in record["rows"] if row["kernel"] == "linear_exact" and row["m"] >= 1024]
+    return (
+        f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
+        f"{record['versions']['torch']}, {record['date'][:10]}, commit {record['commit'][:7]}), bf16 weights and CUDA "
+        f"graphs. A copy moved {record['copy_tb_per_s']:.2f} TB/s; a loop of float32 multiply-adds alone reached "
+        f"{record['fma_tflop_per_s']:.0f} TFLOP/s, `linear_exact` {min(many):.0f} to {max(many):.0f} of them with many "
+        "tokens. What the promises mean is in [why/determinism.md](why/determinism.md).\n\n"
+        f"{table(['M', 'promise', 'way', *(f'{n} × {k}' for n, k in shapes)], body)}"
+    )
+
+
 def quantize(record: Record) -> str:
     """Throughput of quantize()."""
     head = ["format", "M values/s in", "M values/s back", "time of a copy"]
@@ -159,6 +187,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
+    ("What equal bits cost on an H200", "h200/promises.json", promises),
     ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
 ]
 
