@@ -150,6 +150,29 @@ def test_quantize_calibrates_what_needs_it(place: Path, capsys: pytest.CaptureFi
     assert all(layer.activation_amax is not None and float(layer.activation_amax) > 0 for layer in layers)
 
 
+def test_quantize_learns_from_a_text_block_by_block(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["model", "W4A16_G32", "--method", "gptq", "--calibration", "text.txt", "--samples", "3", "--device", "cpu"]
+    assert ran("quantize", *asked, "-o", "here") == 0
+    elsewhere = ["--offload", "--spill", "kept", "--work-dir", "work"]
+    assert ran("quantize", *asked, "-o", "there", *elsewhere) == 0
+    files = [place / out / "model.safetensors" for out in ("here", "there")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not list((place / "kept").glob("*"))
+    assert (place / "work" / "manifest.json").exists()
+
+
+def test_quantize_under_torchrun_gives_the_codes_of_one_process(place: Path) -> None:
+    asked = ["quantize", "model", "W4A16_G32", "--method", "gptq", "--calibration", "text.txt", "--device", "cpu"]
+    asked += ["--samples", "3"]
+    assert ran(*asked, "-o", "alone") == 0
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nybble"]
+    done = subprocess.run([*program, *asked, "-o", "shared"], cwd=place, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("14 layers in W4A16_G32") == 1, "one process writes and tells"
+    files = [place / out / "model.safetensors" for out in ("alone", "shared")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_quantize_rounds_before_it_converts(place: Path) -> None:
     assert ran("quantize", "model", "W8A16", "-o", "w8", "--device", "cpu", "--dtype", "bfloat16") == 0
     model, original = nybble.load(str(place / "w8")), tiny.llama()

@@ -130,11 +130,18 @@ def _add_quantize(p: _Parser) -> None:
     p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
     p.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="NAME",
                    help="layers to leave alone, by name or re:pattern (default: lm_head)")  # fmt: skip
+    p.add_argument("--calibration", metavar="FILE",
+                   help="UTF-8 text to learn from (default: Python's own help topics, but for their end)")  # fmt: skip
+    p.add_argument("--samples", type=_count, metavar="N",
+                   help="windows of 512 tokens from that text's end (default: 32, or 2 to find ranges)")  # fmt: skip
+    p.add_argument("--work-dir", type=Path, metavar="DIR", help="for finished blocks: the same command goes on there")
+    p.add_argument("--offload", action="store_true", help="keep the model in main memory, bring block by block")
+    p.add_argument("--spill", metavar="cpu|DIR", help="for what enters the blocks (default: it stays on the device)")
     _add_device(p)
     p.add_argument(
         "--dtype", choices=_DTYPES, help="of what is not quantized (default: the model's own, bfloat16 for .gguf)"
     )
-    p.set_defaults(run=_late("nybble.cli.models", "quantize"))
+    p.set_defaults(run=_late("nybble.cli.quantize", "quantize"))
 
 
 def _add_generate(p: _Parser) -> None:

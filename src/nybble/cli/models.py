@@ -1,4 +1,4 @@
-"""The commands that run a model: survey, quantize, evaluate; and bench, which has its own options."""
+"""The commands that measure: survey, evaluate; and bench, which has its own options."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import argparse
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nybble.cli import STOPPED
 from nybble.cli.console import Plain
 from nybble.errors import BadInput
 from nybble.machine import find_device
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
-_EVALUATED = 4096  # tokens at the text's end that calibration leaves to evaluation
-
-
-def _hush() -> None:
+def hush() -> None:
     """Keep the libraries' own bars and advice away from ours."""
     import logging
 
@@ -46,7 +39,7 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     from nybble.survey.rows import busy_note
     from nybble.survey.store import PAGE, RESULT
 
-    _hush()
+    hush()
     names = [name for part in options.schemes or DEFAULT_SCHEMES for name in part.split(",") if name]
     request = Request(
         options.model,
@@ -84,53 +77,6 @@ def _stopped(out: Path) -> None:
     Plain(stderr=True).print(f"nybble: stopped; {kept}", soft_wrap=True)
 
 
-def quantize(options: argparse.Namespace) -> None:
-    """Load, quantize, save."""
-    import torch
-
-    from nybble.methods import quantize_, record
-    from nybble.methods.compose import plan
-    from nybble.models import check_saveable, load, load_tokenizer, resolve, save
-    from nybble.quantize.schemes import scheme as find_scheme
-
-    scheme, device = find_scheme(options.scheme), find_device(options.device)
-    learns = plan(options.method).needs_batches
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise BadInput(f"{options.out} is there already: name a new folder")
-    _hush()
-    model = load(options.model, device)
-    tokenizer = load_tokenizer(options.model)
-    check_saveable(model, scheme, options.ignore, options.method)
-    batches = _calibration(tokenizer, device, learns) if learns or scheme.static_input_scale else None
-    quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches)
-    dtype = options.dtype or ("bfloat16" if resolve(options.model).kind == "gguf" else None)
-    if dtype is not None:
-        _convert(model, getattr(torch, dtype))
-    save(model, options.out, tokenizer)
-    done = record(model)
-    if done is not None:
-        share = sum(skipped.share for skipped in done.skipped)
-        Plain().print(
-            f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
-            f"({share:.0%} of the original's bytes)", soft_wrap=True,
-        )  # fmt: skip
-
-
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Bring what was not quantized into `dtype`; quantized weights were rounded from their own."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _calibration(tokenizer: object, device: object, learns: bool) -> list[dict[str, object]]:
-    """Batches of the default text that evaluation's default tokens do not touch."""
-    from nybble.models import text
-
-    count = text.LEARNING if learns else text.RANGES
-    windows = text.calibration(text.encode(tokenizer, text.default_text()), _EVALUATED, count)
-    return [{"input_ids": ids.to(device)} for ids in windows]  # type: ignore[call-overload]
-
-
 def evaluate(options: argparse.Namespace) -> None:
     """Perplexity, and KL and agreement where there is an original to compare with."""
     import torch
@@ -139,7 +85,7 @@ def evaluate(options: argparse.Namespace) -> None:
     from nybble.models.evaluate import by_definition, reference
     from nybble.models.evaluate import evaluate as measure
 
-    _hush()
+    hush()
     content, device, dtype = text.read_text(options.text), find_device(options.device), getattr(torch, options.dtype)
     ids = text.encode(load_tokenizer(options.model), content)
     windows = text.split(ids, options.tokens, 1024, content.name)

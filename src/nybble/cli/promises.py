@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from nybble.cli.console import Plain
-from nybble.cli.models import _hush
+from nybble.cli.models import hush
 from nybble.machine import find_device
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _load(options: argparse.Namespace, dtype: str | None, halve: bool = True) ->
 
     from nybble.models import load, resolve
 
-    _hush()
+    hush()
     if dtype is None and halve and resolve(options.model).kind == "gguf":
         dtype = "bfloat16"
     return load(options.model, find_device(options.device), getattr(torch, dtype) if dtype else None)

@@ -1,0 +1,141 @@
+"""nybble quantize: load, calibrate, round, save; alone, or as one of the processes that torchrun started.
+
+    torchrun --nproc-per-node=2 -m nybble quantize MODEL W4A16 --method gptq -o DIR
+
+Every process calibrates and rounds its share of each layer's rows (methods/share.py); the first one writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from nybble.cli.console import Plain
+from nybble.cli.models import hush
+from nybble.errors import BadInput
+from nybble.machine import find_device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nybble.quantize.schemes import Scheme
+
+_EVALUATED = 4096  # tokens at the default text's end that calibration leaves to evaluation
+
+
+def quantize(options: argparse.Namespace) -> None:
+    """Load, quantize, save."""
+    from nybble.methods import quantize_
+    from nybble.models import check_saveable, load, load_tokenizer, save
+    from nybble.quantize.schemes import scheme as find_scheme
+
+    scheme = find_scheme(options.scheme)
+    with _together(find_device(options.device)) as (rank, device):
+        if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+            raise BadInput(f"{options.out} is there already: name a new folder")
+        hush()
+        home = "cpu" if options.offload else device
+        model, tokenizer = load(options.model, home), load_tokenizer(options.model)
+        check_saveable(model, scheme, options.ignore, options.method)
+        batches = _calibration(options, tokenizer, scheme, home)
+        with _progress(rank == 0) as progress:
+            quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches, progress=progress,
+                      work_dir=_work_dir(options, rank), device=device, spill=options.spill)  # fmt: skip
+        if rank == 0:
+            _convert(model, options)
+            save(model, options.out, tokenizer)
+            _report(model, options, scheme)
+
+
+@contextmanager
+def _together(device: torch.device) -> Iterator[tuple[int, torch.device]]:
+    """(this process's number, its device); under torchrun the processes meet first, and part in the end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield 0, device
+        return
+    import torch
+    from torch import distributed
+
+    if str(device) == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("gloo")  # what is exchanged are codes, in main memory
+    try:
+        yield distributed.get_rank(), device
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def _work_dir(options: argparse.Namespace, rank: int) -> Any:
+    """Each process keeps its own finished blocks: files that two write at once would be nobody's."""
+    return options.work_dir and options.work_dir / f"process-{rank}" if rank else options.work_dir
+
+
+def _calibration(
+    options: argparse.Namespace, tokenizer: object, scheme: Scheme, home: torch.device | str
+) -> list[dict[str, Tensor]] | None:
+    """Batches of the text that was named, or of the default text where evaluation's default tokens do not lie."""
+    from nybble.methods.compose import plan
+    from nybble.models import text
+
+    learns = plan(options.method).needs_batches
+    if not (learns or scheme.static_input_scale):
+        return None
+    count = options.samples or (text.LEARNING if learns else text.RANGES)
+    ids = text.encode(tokenizer, text.read_text(options.calibration))
+    windows = text.calibration(ids, 0 if options.calibration else _EVALUATED, count)
+    return [{"input_ids": window.to(home)} for window in windows]
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar with the time left, where a terminal watches."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Plain(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("calibrating", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+
+def _convert(model: nn.Module, options: argparse.Namespace) -> None:
+    """Bring what was not quantized into its dtype; quantized weights were rounded from their own."""
+    import torch
+
+    from nybble.models import resolve
+
+    dtype: str | None = options.dtype or ("bfloat16" if resolve(options.model).kind == "gguf" else None)
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def _report(model: nn.Module, options: argparse.Namespace, scheme: Scheme) -> None:
+    from nybble.methods import record
+
+    done = record(model)
+    if done is None:
+        return
+    share = sum(skipped.share for skipped in done.skipped)
+    Plain().print(
+        f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
+        f"({share:.0%} of the original's bytes)", soft_wrap=True,
+    )  # fmt: skip
+    if done.unreached:
+        Plain().print(f"rounded to nearest, for no input reached them: {', '.join(done.unreached)}", soft_wrap=True)
