@@ -10,12 +10,15 @@ from nybble.judge.verdict import Finding, Verdict
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 body { color: #1a1a1a; background: #fff }
+h1, h3 { overflow-wrap: anywhere }
 h1 span { padding: 0 .4em; border-radius: .2em; color: #fff; background: #a12622 }
 h1.correct span { background: #21703a }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem }
 th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top }
 th { font-weight: 600; white-space: nowrap }
-td { white-space: pre-wrap; overflow-wrap: anywhere } .note { color: #555 } code { font-size: 90% }
+td { white-space: pre-wrap; overflow-wrap: anywhere }
+td.lines { font: 85%/1.4 ui-monospace, monospace }
+.note { color: #555 } code { font-size: 90% }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #161616 } .note { color: #aaa } }
 """
 
@@ -24,6 +27,7 @@ def page(verdict: Verdict) -> str:
     """One self-contained HTML page: the verdict, the evidence, what held, and the speeds of a correct candidate."""
     kind = "correct" if verdict.correct else "not"
     notes = [f for f in verdict.findings if f.status == "note"]
+    apart = "inputs, reference, clock and verdict" if verdict.device == "cpu" else "inputs, reference and verdict"
     held = ", ".join(f.check for f in verdict.findings if f.status == "ok")
     return "\n".join([
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
@@ -35,15 +39,19 @@ def page(verdict: Verdict) -> str:
         *(["<h2>Speed</h2>", _speeds(verdict)] if verdict.speeds else []),
         *(["<h2>Notes</h2>", *[_finding(f) for f in notes]] if notes else []),
         f"<h2>What held</h2><p>{_e(held) or 'nothing'}</p>",
-        f"<p class=note>{verdict.seconds:.1f} s. The candidate ran in a process of its own; "
-        "inputs, reference, clock and verdict did not.</p></html>",
+        f"<p class=note>{verdict.seconds:.1f} s. The candidate ran in a process of its own; {apart} did not.</p>",
+        "</html>",
     ])  # fmt: skip
 
 
 def _finding(finding: Finding) -> str:
-    rows = "".join(f"<tr><th>{_e(key)}<td>{_e(value)}" for key, value in finding.evidence.items())
+    rows = "".join(f"<tr><th>{_e(key)}{_cell(value)}" for key, value in finding.evidence.items())
     table = f"<table>{rows}</table>" if rows else ""
     return f"<h3>{_e(finding.status)}: {_e(finding.what)}</h3><p class=note>check: {_e(finding.check)}</p>{table}"
+
+
+def _cell(value: str) -> str:
+    return f"<td class=lines>{_e(value)}" if "\n" in value else f"<td>{_e(value)}"
 
 
 def _speeds(verdict: Verdict) -> str:
