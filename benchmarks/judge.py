@@ -37,6 +37,7 @@ FOLDERS = ("honest", "cheats")
 ROUNDS = 2
 COSTLY = ("matmul", "linear_relu", "rmsnorm", "softmax_wide", "batchnorm_conv", "matmul_large", "matmul_slow")
 REPEATS = 3
+CAUGHT = ("wrong", "cheating", "invalid measurement")
 Rows = dict[str, Any]
 
 
@@ -89,7 +90,7 @@ def usual_checks() -> list[Check]:
 def alone(e: Exhibit, zygote: Zygote, check: str) -> bool:
     """Whether the check by itself catches it."""
     options: Any = {"own_kernels": e.own_kernels, "rounds": 8, "stop": True, "zygote": zygote}
-    return not judge(str(e.problem), e.spec, seed=7, checks=[check], **options).correct
+    return judge(str(e.problem), e.spec, seed=7, checks=[check], **options).status in CAUGHT
 
 
 def naive(store: Store) -> None:
@@ -143,9 +144,9 @@ def chosen(rows: Rows, start: str, inside: str = "") -> Rows:
 def shares(rows: Rows) -> str:
     """The figures in a list."""
     cheats, honest = (chosen(rows, f"{folder} ", " seed ") for folder in ("cheats", "honest"))
-    escaped = {k.split()[1] for k, v in cheats.items() if v[0] == "correct"}
+    escaped = {k.split()[1] for k, v in cheats.items() if v[0] not in CAUGHT}
     rejected = {k.split()[1] for k, v in honest.items() if v[0] != "correct"}
-    caught = sum(v[0] != "correct" for v in cheats.values())
+    caught = sum(v[0] in CAUGHT for v in cheats.values())
     fooled, fair = chosen(rows, "naive cheats "), chosen(rows, "naive honest ")
     times = sorted(v[2] for v in honest.values())
     seeds = len({k.rsplit(" ", 1)[1] for k in cheats})

@@ -17,6 +17,7 @@ from nybble.judge import Limits, Verdict, Zygote, gpu, judge
 CHEATS, HONEST = exhibits("cheats", "cuda"), exhibits("honest", "cuda")
 PORTABLE = [e for e in exhibits("honest") if e.label == "triton_kernels.Softmax"]
 BY_LABEL = {e.label: e for e in [*CHEATS, *HONEST]}
+CAUGHT = ("wrong", "cheating", "invalid measurement")
 HEAD = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
 BAD = {
     "takes the GPU's memory": ("        keep = []\n        while True: keep.append(a.new_empty(1 << 26))\n",
@@ -81,13 +82,13 @@ def test_an_honest_kernel_is_let_through(kernel: Exhibit, on_gpu: Callable[..., 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda e: e.label)
 def test_a_cheat_is_caught(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
     verdict = on_gpu(cheat.problem, cheat.spec, stop=True)
-    assert verdict.status in ("wrong", "cheating", "invalid measurement"), verdict.text()
+    assert verdict.status in CAUGHT, verdict.text()
     assert not verdict.speeds
 
 
 @pytest.mark.parametrize("cheat", [e for e in CHEATS if e.kind == 1], ids=lambda e: e.label)
 def test_timing_alone_sees_another_stream(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
-    assert not on_gpu(cheat.problem, cheat.spec, checks=["timed"]).correct
+    assert on_gpu(cheat.problem, cheat.spec, checks=["timed"]).status in CAUGHT
 
 
 @pytest.mark.parametrize("name", BAD)
