@@ -1,4 +1,4 @@
-"""The judge's own tests can fail: ten bugs planted in its checks, each of which changes a verdict that a test asks for.
+"""The judge's own tests can fail: sixteen bugs planted in its checks, each of which changes a verdict that a test asks for.
 
 A mutant is a replacement of one function or constant. `FLIPS` names the exhibit whose verdict the museum's tests ask
 for, and that the mutant turns: a cheat that is then called correct, or an honest kernel that is then rejected.
@@ -49,6 +49,10 @@ def _shared_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cases, "given", lambda task, seed, label="": Case(label, task.inputs(42)))
 
 
+def _not_finite_only(task: problem.Problem, case: Case, upcast: bool) -> list[torch.Tensor]:
+    return [~task.once(case).isfinite()] if case.apart else []
+
+
 agreement_distance = agreement.distance
 
 # name -> (checks that run, what is planted, the exhibit whose verdict it turns)
@@ -72,6 +76,11 @@ FLIPS: dict[str, tuple[list[str], Plant, str]] = {
     "equality is asked of every float": (
         ["as_given"], _set(problem, "budget", lambda r, h, *rest: Budget(r, h.dtype, 0.0, 0.0, True)),
         "linear_relu.Blocks"),
+    "values that are not finite are not asked": (
+        ["holes"], _set(cases, "holed", lambda task, seed: iter(())), "k10_gives_up.Zeros"),
+    "no rows are not asked": (["shapes"], _set(cases, "no_rows", lambda task, seed: None), "k12_shape.OneAtLeast"),
+    "what a NaN reaches is compared where it is finite": (
+        ["holes"], _set(problem.Problem, "_reached", _not_finite_only), "norms.Half"),
     "structure is not respected": (["values"], _set(cases, "structured", lambda v: False), "layers.LowerOnly"),
 }  # fmt: skip
 
