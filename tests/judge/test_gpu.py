@@ -123,4 +123,4 @@ def test_lines_that_a_kernel_keeps_are_given_up(monkeypatch: pytest.MonkeyPatch)
         driver.cuCtxSetLimit(PERSISTING, ctypes.c_size_t(0))
     print(f"16 MB summed, us: {1e3 * plain:.2f} plain, {1e3 * judged:.2f} judged, {1e3 * kept:.2f} with lines kept")
     assert kept < 0.95 * plain
-    assert judged > 0.95 * plain
+    assert judged > (plain + kept) / 2

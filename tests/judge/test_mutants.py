@@ -1,4 +1,4 @@
-"""The judge's own tests can fail: sixteen bugs planted in its checks, each of which changes a verdict that a test asks for.
+"""The judge's own tests can fail: sixteen planted bugs, each of which turns a verdict that a test asks for.
 
 A mutant is a replacement of one function or constant. `FLIPS` names the exhibit whose verdict the museum's tests ask
 for, and that the mutant turns: a cheat that is then called correct, or an honest kernel that is then rejected.
