@@ -48,6 +48,7 @@ FORMATS = ("int4_g128", "nvfp4", "mxfp4", "int8_channel", "fp8_channel")
 TOKENS = (1, 16, 64, 256, 2048)
 _BEYOND_CACHE = 300_000_000  # bytes that rotate: five times an H200's L2
 _RUNS, _REPLAYS = 7, 2
+_OURS = "linear_"
 _FASTER_THAN_A_COPY = 1.15  # reading alone is a little faster than reading and writing
 
 
@@ -115,17 +116,15 @@ def _checked(outputs: list[Tensor], reference: Tensor, size: float, what: str) -
     return max(LINEAR.agreement.check(y, reference, what, size) for y in (outputs[0], outputs[-1]))
 
 
-def _contenders(
-    w: QuantTensor, x: Tensor, original: Tensor, with_rivals: bool
-) -> Iterator[tuple[str, int, Callable[[int], Tensor], bool]]:
-    """(name, copies, call, whether it computes with the same weight as the reference)."""
+def _contenders(w: QuantTensor, x: Tensor, original: Tensor, with_rivals: bool) -> Iterator[rivals.Contender]:
+    """(name, copies, what makes the call, whether it computes with the same weight as the reference), ours first."""
     chosen = choose(LINEAR, "cuda", x, w, None, None, None)
     layout = chosen.layout(w)
     packed = w if layout is None else w.to_layout(layout)
     copies = [
         replace(packed, codes=packed.codes.clone(), scale=packed.scale.clone()) for _ in range(_copies(packed.nbytes))
     ]
-    yield chosen.name, len(copies), lambda i: linear(x, copies[i]), True
+    yield chosen.name, len(copies), lambda: lambda i: linear(x, copies[i]), True
     if with_rivals:
         yield from rivals.contenders(w, x, original, _copies(w.nbytes))
 
@@ -144,9 +143,10 @@ def judged(formats: list[str], device: str = "cuda") -> str:
 
 
 def measure(
-    shape: tuple[int, int], m: int, formats: list[str], dtype: torch.dtype, with_rivals: bool, bandwidth: float
-) -> Iterator[Row]:
-    """Rows for one weight's shape and one number of tokens, cuBLAS first."""
+    shape: tuple[int, int], m: int, formats: list[str], dtype: torch.dtype, with_rivals: bool, bandwidth: float,
+    failed: list[str],
+) -> Iterator[Row]:  # fmt: skip
+    """Rows for one weight's shape and one number of tokens, cuBLAS first; a rival that fails is told of in `failed`."""
     n, k = shape
     generator = torch.Generator("cuda").manual_seed(n + k + m)
     x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
@@ -164,10 +164,18 @@ def measure(
         w = replace(quantize(original, name), dtype=dtype)
         weight = w.dequantize(torch.float32).double().t()
         reference = (x.double() @ weight).to(dtype)
-        for kernel, number, call, exact in _contenders(w, x, original, with_rivals):
-            us, outputs = timed(_calls(number, call))
+        for kernel, number, make, exact in _contenders(w, x, original, with_rivals):
             what = f"{kernel} on {name} [{n}, {k}], M = {m}"
-            error = _checked(outputs, reference, size, what) if exact else rivals.near(outputs[-1], x, original, what)
+            try:
+                us, outputs = timed(_calls(number, make()))
+                error = (
+                    _checked(outputs, reference, size, what) if exact else rivals.near(outputs[-1], x, original, what)
+                )
+            except Exception as problem:
+                if kernel.startswith(_OURS):
+                    raise
+                failed.append(f"{what}: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+                continue
             speed = w.nbytes / us / 1e6
             if speed > bandwidth * _FASTER_THAN_A_COPY:
                 raise Mismatch(f"{what}: {speed:.2f} TB/s, but a copy here reaches {bandwidth:.2f}")
@@ -201,13 +209,11 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
     shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4.2), sharey=True, squeeze=False)
-    lines = list(
-        dict.fromkeys((r["format"], "ours" if r["kernel"].startswith("linear_") else r["kernel"]) for r in rows)
-    )
+    lines = list(dict.fromkeys((r["format"], "ours" if r["kernel"].startswith(_OURS) else r["kernel"]) for r in rows))
     for axis, (n, k) in zip(axes[0], shapes, strict=True):
         for number, (fmt, kernel) in enumerate(line for line in lines if line[1] != "cublas"):
             mine = [r for r in rows if (r["n"], r["k"], r["format"]) == (n, k, fmt)
-                    and ("ours" if r["kernel"].startswith("linear_") else r["kernel"]) == kernel]  # fmt: skip
+                    and ("ours" if r["kernel"].startswith(_OURS) else r["kernel"]) == kernel]  # fmt: skip
             points = sorted((r["m"], r["ratio"]) for r in mine)
             axis.plot(*zip(*points, strict=True), marker="o", linestyle="-" if kernel == "ours" else ":",
                       color=f"C{number}", label=f"{fmt}, {kernel}")  # fmt: skip
@@ -256,19 +262,21 @@ def main(arguments: list[str]) -> int:
     tokens, formats = [int(m) for m in options.m.split(",")], [table.block(f).name for f in options.formats.split(",")]
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float16
     bandwidth = copy_bandwidth()
-    result = {**machine(), "commit": options.commit or _commit(), "copy_tb_per_s": bandwidth, "rows": []}
+    result = {**machine(), "commit": options.commit or _commit(), "copy_tb_per_s": bandwidth, "rows": [], "failed": []}
     _say(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
     _say(judged(formats))
     for shape in _weights(options.shapes):
         for m in tokens:
-            for row in measure(shape, m, formats, dtype, options.rivals, bandwidth):
+            for row in measure(shape, m, formats, dtype, options.rivals, bandwidth, result["failed"]):
                 result["rows"].append(vars(row))
                 _say(
                     f"{row.n:6d} x {row.k:<6d} M={row.m:<5d} {row.format:14s} {row.us:9.2f} us {row.ratio:5.2f}x "
                     f"{row.tb_per_s:5.2f} TB/s  {row.kernel}"
                 )
-        if options.out is not None:
-            _write(options.out, result)  # after every shape, so that an interrupted run keeps what it has
+            if options.out is not None:
+                _write(options.out, result)  # every time, so that an interrupted run keeps what it has
+    for line in result["failed"]:
+        _say(f"could not run: {line}")
     if options.out is not None:
         draw(result["rows"], options.out.with_suffix(".png"), f"linear, {result['device']}, {result['date'][:10]}")
     return 0

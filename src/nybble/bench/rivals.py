@@ -9,6 +9,8 @@ anything is timed; GemLite runs with the settings that it ships for the machine,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +25,7 @@ PACKAGES = ("humming-kernels", "bitsandbytes", "gemlite", "sgl-deep-gemm")
 _NEAR = 0.25  # ||y - original|| / ||original||: four bits give 0.1, a wrong product 1
 
 Call = Callable[[int], Tensor]
-Contender = tuple[str, int, Call, bool]
+Contender = tuple[str, int, Callable[[], Call], bool]
 
 
 def near(y: Tensor, x: Tensor, original: Tensor, what: str) -> float:
@@ -36,12 +38,16 @@ def near(y: Tensor, x: Tensor, original: Tensor, what: str) -> float:
 
 
 def contenders(w: QuantTensor, x: Tensor, original: Tensor, copies: int) -> Iterator[Contender]:
-    """(name, copies, call(i) with the i-th copy, whether it computes with w's own codes and scales)."""
+    """(name, copies, what makes call(i) with the i-th copy, whether it computes with w's own codes and scales)."""
     if w.format.name == "int4_g128" and x.dtype == torch.bfloat16:
-        yield "torch_tinygemm", copies, _tinygemm(w, x, copies), True
+        yield "torch_tinygemm", copies, partial(_tinygemm, w, x, copies), True
     for name, (module, make) in _RIVALS.get(w.format.name, {}).items():
         if find_spec(module) is not None:
-            yield name, copies, make(x, original, copies), False
+            yield name, copies, partial(make, x, original, copies), False
+
+
+def _copied(made: Any, copies: int) -> list[Any]:
+    return [made, *(deepcopy(made) for _ in range(copies - 1))]
 
 
 def _tinygemm(w: QuantTensor, x: Tensor, copies: int) -> Call:
@@ -50,7 +56,7 @@ def _tinygemm(w: QuantTensor, x: Tensor, copies: int) -> Call:
     bytes_ = unsigned[:, ::2] << 4 | unsigned[:, 1::2]
     scale = w.scales()[0].to(torch.bfloat16)
     pairs = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous()
-    packed = [torch.ops.aten._convert_weight_to_int4pack(bytes_, 8) for _ in range(copies)]
+    packed = _copied(torch.ops.aten._convert_weight_to_int4pack(bytes_, 8), copies)
     group = w.shape[1] // scale.shape[1]
     return lambda i: torch.ops.aten._weight_int4pack_mm(x, packed[i], group, pairs)
 
@@ -59,12 +65,10 @@ def _humming(**weight: Any) -> Callable[[Tensor, Tensor, int], Call]:
     def make(x: Tensor, original: Tensor, copies: int) -> Call:
         layer: Any = import_module("humming.layer").HummingLayer
         n, k = original.shape
-        layers = []
-        for _ in range(copies):
-            made = layer(shape_n=n, shape_k=k, weight_config=dict(weight), torch_dtype=x.dtype).cuda()
-            made.load_from_unquantized(original.to(x.dtype))
-            made.transform()
-            layers.append(made)
+        made = layer(shape_n=n, shape_k=k, weight_config=dict(weight), torch_dtype=x.dtype).cuda()
+        made.load_from_unquantized(original.to(x.dtype))
+        made.transform()
+        layers = _copied(made, copies)
         return lambda i: layers[i](x)
 
     return make
@@ -74,11 +78,9 @@ def _gemlite(kind: str) -> Callable[[Tensor, Tensor, int], Call]:
     def make(x: Tensor, original: Tensor, copies: int) -> Call:
         packer: Any = getattr(import_module("gemlite.helper"), kind)(device=str(x.device), dtype=x.dtype)
         n, k = original.shape
-        layers = []
-        for _ in range(copies):
-            dense = torch.nn.Linear(k, n, bias=False, dtype=x.dtype, device=x.device)
-            dense.weight.data = original.to(x.dtype)
-            layers.append(packer.from_linear(dense))
+        dense = torch.nn.Linear(k, n, bias=False, dtype=x.dtype, device=x.device)
+        dense.weight.data = original.to(x.dtype)
+        layers = _copied(packer.from_linear(dense), copies)
         return lambda i: layers[i](x)
 
     return make
@@ -92,7 +94,7 @@ def _gemlite_int4(x: Tensor, original: Tensor, copies: int) -> Call:
     zero = (-low / scale).round()
     codes = (groups / scale + zero).round().clamp(0, 15).to(torch.uint8).flatten(-2)
     parts = scale.squeeze(-1).to(x.dtype), zero.squeeze(-1).to(x.dtype)
-    layers = [packer.from_weights(codes, *parts) for _ in range(copies)]
+    layers = _copied(packer.from_weights(codes, *parts), copies)
     return lambda i: layers[i](x)
 
 
