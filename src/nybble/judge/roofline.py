@@ -131,7 +131,7 @@ def _best(run: Callable[[], Any], device: str) -> float:
         start = time.perf_counter()
         run()
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
     once()

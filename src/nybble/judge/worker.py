@@ -301,6 +301,9 @@ def wake(device: str, memory: int | None = None) -> None:
     """Start a GPU's driver in this process; torch's pool may then take that many bytes of the GPU's memory."""
     if device == "cpu":
         return
+    index = torch.device(device).index
+    if index is not None:
+        torch.cuda.set_device(index)  # "cuda" then means this one
     torch.zeros(1, device=device)
     if memory is not None:
         share = memory / torch.cuda.get_device_properties(device).total_memory
