@@ -24,7 +24,6 @@ Groups must divide K: the library refuses to run others (its FP8 blocks may be r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble.checkpoints import rotations
+from nybble.checkpoints.rotations import matches
 from nybble.checkpoints.stored import Ledger, StoredLinear, amax_of, encode_of
 from nybble.errors import BadInput, DamagedFile, Unsupported
 from nybble.formats import table
@@ -183,34 +184,8 @@ def config(
         "ignore": ignore,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
-        **({"transform_config": _transforms(rotated)} if rotated else {}),
+        **({"transform_config": rotations.describe(rotated)} if rotated else {}),
     }
-
-
-def _transforms(rotated: Mapping[int, list[str]]) -> dict[str, Any]:
-    """Weights are stored rotated, so that only inputs are spoken of."""
-    groups = {
-        f"hadamard_{block}": {"type": "hadamard", "apply": [{"targets": names, "location": "input"}], "head_dim": block}
-        for block, names in rotated.items()
-    }
-    return {"config_groups": groups}
-
-
-def _rotations(config: Mapping[str, Any]) -> list[tuple[list[str], list[str], int | None]]:
-    """(targets, ignored, block) of every rotation of inputs; block None is the whole input.
-
-    Raises:
-        Unsupported: a transform that is no plain Hadamard rotation of inputs, and is not in the weights already.
-    """
-    found = []
-    for name, scheme in ((config.get("transform_config") or {}).get("config_groups") or {}).items():
-        for apply in scheme["apply"]:
-            if apply["location"] in ("weight_input", "weight_output"):
-                continue
-            if scheme["type"] != "hadamard" or apply["location"] != "input" or scheme.get("randomize"):
-                raise Unsupported(f"transform_config: {name} ({scheme['type']} of {apply['location']}) is not read")
-            found.append((list(apply["targets"]), list(apply.get("ignore") or []), scheme.get("head_dim")))
-    return found
 
 
 def store(linear: StoredLinear) -> dict[str, Tensor]:
@@ -281,7 +256,7 @@ class Reader:
     def __init__(self, config: Mapping[str, Any]) -> None:
         if config.get("sparsity_config"):
             raise Unsupported("compressed-tensors checkpoints with a sparsity_config are not read")
-        self._rotations = _rotations(config)
+        self._rotations = rotations.parse(config)
         self.ignore = list(config.get("ignore") or [])
         self.groups: list[tuple[list[str], Group]] = []
         for name, described in (config.get("config_groups") or {}).items():
@@ -289,16 +264,13 @@ class Reader:
 
     def find(self, name: str, module: nn.Module) -> Group | None:
         """How the module called `name` is stored, or None where it is not quantized."""
-        if _matches(name, module, self.ignore):
+        if matches(name, module, self.ignore):
             return None
-        return next((one for targets, one in self.groups if _matches(name, module, targets)), None)
+        return next((one for targets, one in self.groups if matches(name, module, targets)), None)
 
     def rotated(self, name: str, module: nn.Module) -> int | None:
         """The size of the Hadamard blocks that a module's inputs are rotated by as they come; None for none."""
-        for targets, ignored, block in self._rotations:
-            if _matches(name, module, targets) and not _matches(name, module, ignored):
-                return block or int(module.in_features)  # type: ignore[arg-type]
-        return None
+        return rotations.find(self._rotations, name, module)
 
     def read(self, name: str, one: Group, shape: tuple[int, int], tensors: Ledger) -> StoredLinear:
         """The linear called `name`, logical weight shape [N, K]."""
@@ -315,12 +287,6 @@ class Reader:
         if one.activation is not None and one.activation.tensor_scale is not None:
             amax = amax_of(one.activation, tensors.scalar(f"{name}.input_global_scale"))
         return StoredLinear(weight, one.activation, amax)
-
-
-def _matches(name: str, module: nn.Module, targets: Iterable[str]) -> bool:
-    """compressed-tensors' rule: the full name, a class name, or `re:` and an expression matched from the start."""
-    classes = {c.__name__ for c in type(module).__mro__}
-    return any(re.match(t[3:], name) if t.startswith("re:") else t == name or t in classes for t in targets)
 
 
 def _parse(name: str, described: Mapping[str, Any], layout: str | None) -> Group:
