@@ -178,7 +178,7 @@ def _coded(x: Tensor, w: shared.Weight, bias: Tensor | None) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("linear_exact_w16_cuda", run, _dense, native=True),
-    Implementation("linear_exact_wint_cuda", run, _coded, native=True, layout=lambda w: DENSE),
-    Implementation("linear_exact_dequantize_cuda", run, _refusal, native=False),
+    Implementation("linear_exact_w16_cuda_sm80", run, _dense, native=True),
+    Implementation("linear_exact_wint_cuda_sm80", run, _coded, native=True, layout=lambda w: DENSE),
+    Implementation("linear_exact_dequantize_cuda_sm80", run, _refusal, native=False),
 )

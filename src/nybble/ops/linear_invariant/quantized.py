@@ -59,6 +59,6 @@ def _supports(x: Tensor, w: shared.Weight, bias: Tensor | None) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation(
-        "linear_invariant_wna16_cuda", _run, _supports, native=True, layout=lambda w: cuda.layout_for(w.format)
+        "linear_invariant_wna16_cuda_sm80", _run, _supports, native=True, layout=lambda w: cuda.layout_for(w.format)
     ),
 )
