@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -99,3 +101,52 @@ def test_compiles_whole() -> None:
     for m in (2, 5):
         x = normal(m, 64, seed=m)
         assert same_bits(compiled(x), linear_invariant(x, w) + linear_invariant(x, q))
+
+
+@pytest.mark.parametrize("name", ["int8_channel", "int4_g128", "int4_g32_asym", "nvfp4", "fp8_block128", "nf4_g64"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_quantized_plans_never_split_and_keep_to_one_kernel(name: str, capability: tuple[int, int]) -> None:
+    from nybble.formats import table
+    from nybble.ops.linear import config
+    from nybble.ops.linear_invariant.quantized import plan
+
+    machine, served = dataclasses.replace(config.H200, capability=capability), 0
+    for n, k in ((16, 128), (576, 576), (4096, 14336), (28672, 8192)):
+        found = []
+        for m in (1, 2, 3, 16, 64, 257, 2048):
+            try:
+                found.append(plan(config.Problem(m, n, k, table.block(name), False, machine)))
+            except ValueError:
+                found.append(None)
+        assert len({type(p) for p in found}) == 1, "the number of tokens does not choose the kernel"
+        for p in filter(None, found):
+            assert [getattr(p, part, 1) for part in ("cluster", "split", "slices")] == [1, 1, 1]
+            assert getattr(p, "wk", 8) == 8
+            served += 1
+    assert served >= 14
+
+
+def test_some_tile_fits_every_machine() -> None:
+    from nybble.ops.linear_invariant.triton import plans
+
+    smallest = 99 * 1024  # what a block of compute capability 8.6 or 8.9 can have
+    assert all(plans(m, n)[-1].shared_bytes <= smallest for m in (1, 16, 64, 256, 4096) for n in (16, 4096, 28672))
+
+
+@pytest.mark.parametrize(("few", "tokens"), [(True, 16), (False, 32)])
+def test_the_tile_kernel_in_the_interpreter(few: bool, tokens: int) -> None:
+    """Edges of tokens, outputs and columns; a GPU compiles the kernel instead and runs tests/gpu."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from nybble.ops.linear_invariant.triton import _linear_invariant_kernel
+
+    m, n, k = 35, 40, 72
+    x, w, bias = normal(m, k, dtype=torch.float16), normal(n, k, seed=1, dtype=torch.float16), normal(n, seed=2)
+    y = torch.empty(m, n, dtype=torch.float16)
+    rows = x if few else TensorDescriptor.from_tensor(x, [tokens, 32])
+    weight = TensorDescriptor.from_tensor(w, [16, 32])
+    grid = (-(-m // tokens) * -(-n // 16),)
+    _linear_invariant_kernel[grid](rows, weight, bias, y, m, n, k, k, True, few, tokens, 16, 32, 2)
+    LINEAR_INVARIANT.check(y, (x, w, bias), "the kernel")

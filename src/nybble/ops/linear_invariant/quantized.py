@@ -3,11 +3,13 @@
 Those kernels choose freely how K is cut, by the number of tokens among other things. Here only the shapes are allowed
 that add up in one order: tile.cu (Hopper) without a cluster, one accumulator over all chunks of columns, whatever its
 number of tokens; where it refuses the format or the chip, stream.cu with eight warps over the columns. Which of the two
-is decided by the weight and the machine, never by the number of tokens.
+is decided by the weight and the machine, never by the number of tokens. Where neither fits (stream.cu keeps all of x in
+shared memory, up to K of about 12,000), `linear_exact` serves the call.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -31,9 +33,10 @@ _STREAMS = tuple(config.Stream(mt, rt=1, wn=2, wk=8, stages=stages) for mt, stag
 def plan(p: config.Problem) -> config.Stream | config.Tile:
     """What runs: the cheapest of the shapes that share the weight's order. ValueError where there is none."""
     tiles = [c for c in _TILES if c.registers_fit and c.refusal(p) is None and c.tokens * c.wgmmas < 2 * max(p.m, 16)]
-    streams = [c for c in _STREAMS if c.refusal(p) is None]
+    # As if every pass were full: what fits must not depend on the number of tokens either.
+    streams = [c for c in _STREAMS if c.refusal(replace(p, m=8 * c.mt)) is None]
     if not tiles and not streams:
-        raise ValueError(f"no kernel of one order fits: {_STREAMS[0].refusal(p)}")
+        raise ValueError(f"no kernel of one order fits: {_STREAMS[0].refusal(replace(p, m=8))}")
     found: list[config.Stream | config.Tile] = [*tiles] or [*streams]
     return min(found, key=lambda c: c.score(p))
 
