@@ -177,7 +177,8 @@ def ops() -> str:
                 if one is op.fallback and device == "cuda":
                     continue
                 where = "any" if one is op.fallback else device
-                body.append([f"`{op.name}`", f"`{one.name}`", where, "native" if one.native else "emulated"])
+                path = "native" if one.native else "emulated"
+                body.append([f"`{op.name}`", f"`{one.name}`", where, f"{path}; {one.note}" if one.note else path])
         body.append([f"`{op.name}`", "agreement", "", limits])
     return OPS_PAGE.format(table=table(["op", "implementation", "device", "path"], body))
 

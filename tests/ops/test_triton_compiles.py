@@ -68,6 +68,20 @@ def producer(name: str, prologue: int, hadamard: int, cut: tuple[int, int, int])
     return {**pointers, **dict.fromkeys(sizes, "i32"), "eps": "fp32"}, constants
 
 
+SCALED = "nybble.ops.linear.triton_scaled"
+BYTES = dict.fromkeys(("x", "w", "x_scale", "w_scale"), "*u8")
+# With E4M3 scales only what has the instruction compiles it: tests/ops/test_linear_scaled.py.
+KERNELS[f"{SCALED}:_block_scaled_kernel"] = (
+    {**BYTES, "x_tensor": "*fp32", "w_tensor": "*fp32", "bias": "*bf16", "y": "*bf16",
+     **dict.fromkeys(("m", "n", "code_bytes", "scale_columns"), "i32")},
+    {"TOKENS": 64, "ROWS": 64, "COLUMNS": 128, "BLOCK": 32, "E4M3_SCALES": False, "HAS_TENSOR": False,
+     "HAS_BIAS": True},
+)  # fmt: skip
+KERNELS[f"{SCALED}:_decode_kernel"] = (
+    {"codes": "*u8", "scale": "*u8", "y": "*bf16",
+     **dict.fromkeys(("columns", "code_bytes", "scale_columns", "chunks"), "i32")},
+    {"BITS": 4, "E_MANTISSA": 1, "E_BIAS": 1, "S_MANTISSA": 3, "S_BIAS": 7, "S_NAN": 0x7F, "BLOCK": 16, "P": 1024},
+)  # fmt: skip
 KERNELS[PRODUCER] = producer("int8_token", 1, 32, (1024, 512, 128))
 PRODUCERS = [
     producer("fp8_token", 0, 0, (1024, 0, 0)),

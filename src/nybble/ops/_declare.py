@@ -68,6 +68,7 @@ class Implementation:
         supports: takes the same arguments, returns None when willing, else the reason why not, values included.
         native: whether it computes in the format; otherwise it is an emulation through wider numbers.
         layout: takes the weight, returns the layout it wants it in (None: any as it is).
+        note: what has to be known before relying on it ("compiled, never run"); documents and tables show it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Implementation:
     supports: Callable[..., str | None]
     native: bool
     layout: Callable[..., Any] = lambda *args: None
+    note: str = ""
 
 
 @dataclass(frozen=True)

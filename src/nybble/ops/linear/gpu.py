@@ -3,7 +3,8 @@
 With activations in eight or four bits the input is quantized in one pass (ops/quantize_rows), and the product of the
 codes is rescaled as it leaves: `product` takes what that pass gives, so that a caller who fuses it with a
 normalization or a gate can call the product alone. FP8 goes through cuBLAS where its layouts fit, on Hopper many
-tokens go through narrow.cu, and everything else that narrow.py describes goes through Triton.
+tokens go through narrow.cu, and everything else that narrow.py describes goes through Triton. NVFP4 and MXFP4 with
+quantized inputs are triton_scaled.py's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from nybble.errors import BadInput, Unsupported
 from nybble.formats.spec import BlockFormat
 from nybble.ops._declare import Implementation
-from nybble.ops.linear import cuda, narrow, narrow_cuda, narrow_torch, narrow_tune, triton
+from nybble.ops.linear import cuda, narrow, narrow_cuda, narrow_torch, narrow_tune, triton, triton_scaled
 from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor, quantize
 
@@ -94,4 +95,8 @@ def _implementation(name: str, kernel: ModuleType) -> Implementation:
     return Implementation(name, execute, supports, native=True, layout=lambda w: narrow.layout_for(w.format))
 
 
-IMPLEMENTATIONS = (*(_implementation(name, kernel) for name, kernel in _KERNELS.items()), *cuda.IMPLEMENTATIONS)
+IMPLEMENTATIONS = (
+    *(_implementation(name, kernel) for name, kernel in _KERNELS.items()),
+    *triton_scaled.IMPLEMENTATIONS,
+    *cuda.IMPLEMENTATIONS,
+)
