@@ -34,24 +34,34 @@ from nybble.quantize.schemes import scheme as find_scheme
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-WINDOWS, WHOLE, STEPS = (0, 1, 4, 8), 126, 3
+WINDOWS, STEPS = (0, 1, 4, 8), 3
 
 
 def coverage(layer: Layer) -> dict[str, float]:
-    """For each window, the share of groups of a row where it holds the best scale of the whole grid."""
-    hits, total = dict.fromkeys(WINDOWS, 0), 0
+    """For each window, the share of groups of a row where it holds the best scale of the whole grid.
+
+    The window alone counts: that the rule's own scale is a candidate too makes "0" larger, and nothing else. "0 or
+    the rule's" says by how much.
+    """
+    hits, total = dict.fromkeys([*map(str, WINDOWS), "0 or the rule's"], 0), 0
 
     def policy(t: Target, group: Tensor, upper: Tensor) -> GroupScale:
         nonlocal total
-        loss = lambda scale: schur.replay(t, group, upper, scale.effective[None], None)[0]  # noqa: E731
-        best = loss(schur.choose(t, group, upper, WHOLE, STEPS))
-        total += len(best)
+        old, metric = t.propose(group), schur.metric(upper)
+        values, _ = schur.grid(t.format, group.device)
+        multiplier = torch.ones((), dtype=torch.float64) if t.tensor is None else t.tensor.decode.double()
+        every = (values * multiplier).to(torch.float32)[:, None].expand(-1, group.shape[1]).contiguous()
+        best = schur.replay(t, group, upper, every, None).argmin(0)
+        centre = torch.searchsorted(values, schur.refined(t, group, metric, old, None, STEPS) / multiplier)
+        distance, total = (best - centre).abs(), total + len(best)
         for window in WINDOWS:
-            hits[window] += int((loss(schur.choose(t, group, upper, window, STEPS)) == best).sum())
+            hits[str(window)] += int((distance <= window).sum())
+        rules = torch.searchsorted(values, old.effective.double() / multiplier * (1 - 2.0**-20))
+        hits["0 or the rule's"] += int(((distance == 0) | (best == rules)).sum())
         return schur.choose(t, group, upper, schur.Config().window, STEPS)
 
     sweep(layer, target(layer), gptq.prepared(layer, 0.01, False), policy)
-    return {str(window): count / total for window, count in hits.items()}
+    return {name: count / total for name, count in hits.items()}
 
 
 def layers(scheme: Scheme, blocks: list[int], samples: int) -> dict[str, Layer]:

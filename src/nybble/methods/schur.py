@@ -99,7 +99,7 @@ def choose(target: Target, group: Tensor, upper: Tensor, window: int, steps: int
     old = target.propose(group)
     zero = target.zeros(old)
     s = metric(upper)
-    proposal = _refined(target, group, s, old, zero, steps)
+    proposal = refined(target, group, s, old, zero, steps)
     stored = candidates(target.format, proposal, old.stored[:, 0], target.tensor, window)
     decoded = elements.decode(target.format.scale, stored)
     effective = decoded if target.tensor is None else decoded * target.tensor.decode
@@ -108,7 +108,7 @@ def choose(target: Target, group: Tensor, upper: Tensor, window: int, steps: int
     return target.scale(stored.gather(0, best).t(), old.zero_point)
 
 
-def _refined(target: Target, group: Tensor, s: Tensor, old: GroupScale, zero: Tensor | None, steps: int) -> Tensor:
+def refined(target: Target, group: Tensor, s: Tensor, old: GroupScale, zero: Tensor | None, steps: int) -> Tensor:
     """The proposal, float64 [N]: least squares in the metric, the elements held, `steps` times."""
     scale = old.effective.to(torch.float64)
     for _ in range(steps):
@@ -129,14 +129,14 @@ def candidates(
     if elements.native_dtype(fmt.scale) is not None:
         near = scales.store((around * _FINE_STEP**offsets).to(torch.float32), fmt)
     else:
-        values, codes = _grid(fmt, old.device)
+        values, codes = grid(fmt, old.device)
         index = torch.searchsorted(values, around) + offsets
         near = codes[index.clamp(0, len(codes) - 1)]
     return torch.cat([old[None], near])
 
 
 @cache
-def _grid(fmt: BlockFormat, device: torch.device) -> tuple[Tensor, Tensor]:
+def grid(fmt: BlockFormat, device: torch.device) -> tuple[Tensor, Tensor]:
     """A small scale format's positive finite values (float64, ascending) and their codes."""
     values = torch.tensor(array.values(fmt.scale), dtype=torch.float64)
     codes = torch.nonzero(values.isfinite() & (values > 0))[:, 0]
