@@ -138,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
+    parser.add_argument("--only", default="", help="numbers of cases, separated by commas")
     parser.add_argument("--warm", help="I/N: only compile the I-th of N shares")
     options = parser.parse_args()
     if options.warm:
@@ -146,7 +147,8 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     result = {"what": "producers", **machine(), "commit": options.commit, "copy_tb_per_s": bandwidth, "rows": []}
     print(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
-    for case in cases():
+    only = {int(number) for number in options.only.split(",") if number}
+    for case in (case for number, case in enumerate(cases()) if not only or number in only):
         row = measure(case, bandwidth)
         result["rows"].append(row)
         shape = f"{row['format']:10} {row['prologue']:12} {row['m']}x{row['k']:<6} h{row['rotation']:<4}"

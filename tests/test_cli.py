@@ -150,6 +150,20 @@ def test_quantize_calibrates_what_needs_it(place: Path, capsys: pytest.CaptureFi
     assert all(layer.activation_amax is not None and float(layer.activation_amax) > 0 for layer in layers)
 
 
+def test_quantize_gives_some_layers_another_scheme(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("--override", "*.v_proj=W4A8_G32", "down_proj=none")
+    assert ran("quantize", "model", "W8A8", "-o", "mixed", "--device", "cpu", *overrides) == 0
+    assert "of them in W4A8_G32" in capsys.readouterr().out
+    groups = json.loads((place / "mixed" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert sorted(one["weights"]["num_bits"] for one in groups.values()) == [4, 8]
+    model = nybble.load("mixed")
+    assert model.get_submodule("model.layers.0.self_attn.v_proj").weight.format.name == "int4_g32"
+    assert type(model.get_submodule("model.layers.0.mlp.down_proj")).__name__ == "Linear"
+    asked = ("quantize", "model", "W8A8", "-o", "x", "--device", "cpu", "--override")
+    assert "nearest: v_proj" in refusal(capsys, *asked, "v_prj=W4A16_G32")
+    assert "PATTERN=SCHEME" in refusal(capsys, *asked, "v_proj")
+
+
 def test_quantize_learns_from_a_text_block_by_block(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["model", "W4A16_G32", "--method", "gptq", "--calibration", "text.txt", "--samples", "3", "--device", "cpu"]
     assert ran("quantize", *asked, "-o", "here") == 0

@@ -15,7 +15,14 @@ from nybble.formats import table
 from nybble.methods import hadamard
 from nybble.ops._declare import Implementation
 from nybble.ops.linear import linear
-from nybble.ops.quantize_rows import CASE_FORMATS, QUANTIZE_ROWS, quantize_rows, rmsnorm_quantize, silu_mul_quantize
+from nybble.ops.quantize_rows import (
+    CASE_FORMATS,
+    PROLOGUES,
+    QUANTIZE_ROWS,
+    quantize_rows,
+    rmsnorm_quantize,
+    silu_mul_quantize,
+)
 from nybble.ops.quantize_rows.reference import prologue_reference, rotate
 from nybble.ops.rmsnorm import ADD_RMSNORM
 from nybble.ops.silu_mul import SILU_MUL
@@ -51,6 +58,7 @@ def separate(implementation: Implementation, args: tuple) -> tuple[QuantTensor, 
 
 
 def check_on(implementation: Implementation, name: str, device: str, bf16: bool) -> None:
+    """All cases whose labels begin with the name."""
     served = 0
     for label, args in QUANTIZE_ROWS.cases(device):
         if not label.startswith(f"{name}-") or ("bfloat16" in label and not bf16):
@@ -63,7 +71,7 @@ def check_on(implementation: Implementation, name: str, device: str, bf16: bool)
         assert torch.equal(h, added), label
         assert torch.equal(args[0], before), "the input is left alone"
         served += 1
-    assert served >= 12
+    assert served >= 4
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda i: i.name)
@@ -75,9 +83,10 @@ def test_gives_the_bits_of_the_separate_passes(implementation: Implementation, n
 
 
 @pytest.mark.gpu(capability=(8, 0))
+@pytest.mark.parametrize("prologue", PROLOGUES)
 @pytest.mark.parametrize("name", CASE_FORMATS)
-def test_gives_the_bits_of_the_separate_passes_on_a_gpu(name: str) -> None:
-    check_on(KERNEL, name, "cuda", bf16=True)
+def test_gives_the_bits_of_the_separate_passes_on_a_gpu(name: str, prologue: str) -> None:
+    check_on(KERNEL, f"{name}-{prologue}", "cuda", bf16=True)
 
 
 def hard_rows(device: str, dtype: torch.dtype) -> Tensor:

@@ -130,6 +130,9 @@ def _add_quantize(p: _Parser) -> None:
     p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
     p.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="NAME",
                    help="layers to leave alone, by name or re:pattern (default: lm_head)")  # fmt: skip
+    p.add_argument("--override", nargs="+", default=[], metavar="PATTERN=SCHEME",
+                   help="another scheme for some layers, or none to leave them: '*.v_proj=W4A8_G32' 'down_proj=none'; "
+                        "the last that matches decides")  # fmt: skip
     p.add_argument("--calibration", metavar="FILE",
                    help="UTF-8 text to learn from (default: Python's own help topics, but for their end)")  # fmt: skip
     p.add_argument("--samples", type=_count, metavar="N",

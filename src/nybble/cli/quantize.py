@@ -33,22 +33,37 @@ def quantize(options: argparse.Namespace) -> None:
     from nybble.models import check_saveable, load, load_tokenizer, save
     from nybble.quantize.schemes import scheme as find_scheme
 
-    scheme = find_scheme(options.scheme)
+    scheme, overrides = find_scheme(options.scheme), _overrides(options.override)
     with _together(find_device(options.device)) as (rank, device):
         if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
             raise BadInput(f"{options.out} is there already: name a new folder")
         hush()
         home = "cpu" if options.offload else device
         model, tokenizer = load(options.model, home), load_tokenizer(options.model)
-        check_saveable(model, scheme, options.ignore, options.method)
-        batches = _calibration(options, tokenizer, scheme, home)
+        check_saveable(model, scheme, options.ignore, options.method, overrides=overrides)
+        static = any(row.static_input_scale for row in (scheme, *filter(None, overrides.values())))
+        batches = _calibration(options, tokenizer, static, home)
         with _progress(rank == 0) as progress:
-            quantize_(model, scheme, options.method, ignore=options.ignore, calibration=batches, progress=progress,
-                      work_dir=_work_dir(options, rank), device=device, spill=options.spill)  # fmt: skip
+            quantize_(model, scheme, options.method, ignore=options.ignore, overrides=overrides, calibration=batches,
+                      progress=progress, work_dir=_work_dir(options, rank), device=device,
+                      spill=options.spill)  # fmt: skip
         if rank == 0:
             _convert(model, options)
             save(model, options.out, tokenizer)
             _report(model, options, scheme)
+
+
+def _overrides(asked: list[str]) -> dict[str, Scheme | None]:
+    """The scheme by pattern, from arguments `PATTERN=SCHEME`; `none` leaves the layers as they are."""
+    from nybble.quantize.schemes import scheme as find_scheme
+
+    found: dict[str, Scheme | None] = {}
+    for one in asked:
+        pattern, equals, name = one.rpartition("=")
+        if not (pattern and equals and name):
+            raise BadInput(f"--override {one!r}: write PATTERN=SCHEME, such as '*.v_proj=W4A8_G32' or 'down_proj=none'")
+        found[pattern] = None if name.lower() == "none" else find_scheme(name)
+    return found
 
 
 @contextmanager
@@ -76,14 +91,14 @@ def _work_dir(options: argparse.Namespace, rank: int) -> Any:
 
 
 def _calibration(
-    options: argparse.Namespace, tokenizer: object, scheme: Scheme, home: torch.device | str
+    options: argparse.Namespace, tokenizer: object, static: bool, home: torch.device | str
 ) -> list[dict[str, Tensor]] | None:
     """Batches of the text that was named, or of the default text where evaluation's default tokens do not lie."""
     from nybble.methods.compose import plan
     from nybble.models import text
 
     learns = plan(options.method).needs_batches
-    if not (learns or scheme.static_input_scale):
+    if not (learns or static):
         return None
     count = options.samples or (text.LEARNING if learns else text.RANGES)
     ids = text.encode(tokenizer, text.read_text(options.calibration))
@@ -133,8 +148,10 @@ def _report(model: nn.Module, options: argparse.Namespace, scheme: Scheme) -> No
     if done is None:
         return
     share = sum(skipped.share for skipped in done.skipped)
+    others = f", {len(done.others)} of them in {', '.join(sorted({s.name for s in done.others.values()}))}"
     Plain().print(
-        f"{options.out}: {len(done.quantized)} layers in {scheme.name}; {len(done.skipped)} weights kept "
+        f"{options.out}: {len(done.quantized)} layers in {scheme.name}{others if done.others else ''}; "
+        f"{len(done.skipped)} weights kept "
         f"({share:.0%} of the original's bytes)", soft_wrap=True,
     )  # fmt: skip
     if done.unreached:
