@@ -10,7 +10,7 @@ from torch import multiprocessing
 from method_layers import layer
 from nybble.methods import gptq, schur
 from nybble.methods.layer import Layer
-from nybble.methods.share import processes, rounded, shares
+from nybble.methods.share import agreed, processes, rounded, shares
 from nybble.quantize import QuantTensor
 
 CASES = (("NVFP4A16", 21), ("W4A16_G32_ASYM", 8), ("FP8_BLOCK", 200), ("W4A16_G32", 1))
@@ -28,6 +28,8 @@ def work(rank: int, meeting: str, out: str) -> None:
     try:
         found = [rounded(layer(name, n, 64, seed=1), solve).parts for name, n in CASES]
         torch.save(found, f"{out}/{rank}.pt")
+        assert agreed("mine" if rank == 0 else None) is None, "what one process lacks, all do again"
+        assert agreed(rank) == rank
     finally:
         dist.destroy_process_group()
 

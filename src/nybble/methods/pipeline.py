@@ -73,7 +73,7 @@ class Run:
         for stage in stages:
             if self.driver is not None:
                 self.driver.enter(stage)
-            finished = self.work.load(stage.name) if self.work else None
+            finished = share.agreed(self.work.load(stage.name)) if self.work else None
             if finished is None:
                 finished = self._solve(stage, self._inputs(stage), total)
                 if self.work:

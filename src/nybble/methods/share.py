@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,22 @@ from nybble.quantize import QuantTensor
 from nybble.quantize.tensor import concatenate
 
 
+Found = TypeVar("Found")
+
+
 def processes() -> int:
     """How many processes share the work: 1 unless torch.distributed was started."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agreed(found: Found | None) -> Found | None:
+    """What was found, if every process found its own; None in all of them if one did not, so that none waits alone."""
+    count = processes()
+    if count == 1:
+        return found
+    everyone: list[bool] = [False] * count
+    dist.all_gather_object(everyone, found is not None)
+    return found if all(everyone) else None
 
 
 def shares(rows: int, block: int, count: int) -> list[tuple[int, int]]:
