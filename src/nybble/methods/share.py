@@ -23,7 +23,6 @@ from nybble.methods.layer import Layer
 from nybble.quantize import QuantTensor
 from nybble.quantize.tensor import concatenate
 
-
 Found = TypeVar("Found")
 
 
