@@ -229,7 +229,13 @@ def _one(options: argparse.Namespace, device: torch.device) -> None:
     _line(f"linear, x {options.dtype} [{options.m}, {options.k}], weight {args[1].format.name} "
           f"[{options.n}, {options.k}]{rounded}, on {device}")  # fmt: skip
     table = _table("implementation", "native", "answer")
-    for line in explain(LINEAR, device.type, *args):
+    lines = explain(LINEAR, device.type, *args)
+    for line in lines:
         answer = "runs" if line.chosen else line.reason or "willing, but comes later"
         table.add_row(line.name, "native" if line.native else "emulated", answer)
     _show(table)
+    served = next((line.name for line in lines if line.chosen), "")
+    if served.startswith("linear_narrow"):
+        from nybble.ops.linear.gpu import describe
+
+        _line(describe(served, args[0], args[1], args[3]))

@@ -55,6 +55,12 @@ def product(a: QuantTensor, w: QuantTensor, bias: Tensor | None = None, dtype: t
     raise Unsupported("no kernel takes this product", {name: reason or "" for name, reason in reasons.items()})
 
 
+def describe(name: str, x: Tensor, w: QuantTensor, activation: BlockFormat) -> str:
+    """The plans of the implementation called `name` for a call of linear: which one runs, and what was measured."""
+    p = _problem(tuple(x.shape), w, activation, x.dtype, x.device)
+    return narrow_tune.describe(_KERNELS[name], p, torch.cuda.get_device_name(x.device))
+
+
 def _refusal(kernel: ModuleType, p: narrow.Problem) -> str | None:
     reason: str | None = narrow.refusal(p.weight, p.activation, p.dtype) or kernel.refusal(p)
     return reason

@@ -6,6 +6,7 @@ nothing can be timed: the model's favourite runs, and nothing is filed. The resu
 bit, since sums are exact or taken in the order of K.
 
     print(narrow_tune.Choices.of(device))      what has been measured, as a table
+    nybble ops linear --m 2048 --format int8_channel --activation int8_token      a product's plans
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def choose(kernel: ModuleType, p: Problem, run: Callable[[Any], None]) -> Any:
     favourite = next(iter(plans.values()))
     if len(plans) < 2 or p.m * p.n * p.k < _FEWEST:
         return favourite
-    choices, key = Choices.of(torch.cuda.get_device_name()), f"{kernel.__name__.rpartition('.')[2]}: {p.key}"
+    choices, key = Choices.of(torch.cuda.get_device_name()), _key(kernel, p)
     known = choices.found.get(key, {}).get("plan")
     if known in plans:
         return plans[known]
@@ -94,9 +95,26 @@ def choose(kernel: ModuleType, p: Problem, run: Callable[[Any], None]) -> Any:
     return plans[choices.add(key, {label: _microseconds(run, plan) for label, plan in plans.items()})]
 
 
+def describe(kernel: ModuleType, p: Problem, device: str) -> str:
+    """A problem's plans in the order of the model, what was measured of them, and which one runs."""
+    measured = Choices.of(device).found.get(_key(kernel, p), {})
+    plans = [name(plan) for plan in kernel.plans(p)]
+    best = measured.get("plan")
+    lines = [f"plans for {p.key}, best by the model first:"]
+    for plan in plans:
+        us = measured.get("us", {}).get(plan)
+        time, runs = "" if us is None else f"  {us:.1f} us", plan == (best if best in plans else plans[0])
+        lines.append(f"  {plan}{time}{'  runs' * runs}")
+    return "\n".join(lines)
+
+
+def _key(kernel: ModuleType, p: Problem) -> str:
+    return f"{kernel.__name__.rpartition('.')[2]}: {p.key}"
+
+
 def name(plan: Any) -> str:
     """A plan in a word: tokens256-stages4."""
-    return "-".join(f"{field}{value}" for field, value in asdict(plan).items())
+    return "-".join(f"{field}{value}" for field, value in asdict(plan).items()) or "the only one"
 
 
 def _microseconds(run: Callable[[Any], None], plan: Any) -> float:
