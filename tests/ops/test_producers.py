@@ -4,6 +4,8 @@ Without a GPU the kernel runs in Triton's interpreter, whose conversion to bfloa
 bfloat16 is for a GPU only.
 """
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,12 @@ def test_gives_the_bits_of_the_separate_passes_on_a_gpu(name: str, prologue: str
     check_on(KERNEL, f"{name}-{prologue}", "cuda", bf16=True)
 
 
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c rounded once to float32: every product of two float32 numbers is exact in float64."""
+    wide = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    return (wide + c).astype(np.float32)
+
+
 def hard_rows(device: str, dtype: torch.dtype) -> Tensor:
     """Rows over all magnitudes of the dtype, its smallest and largest numbers and signed zeros among them."""
     generator = torch.Generator().manual_seed(3)
@@ -123,6 +131,21 @@ def test_all_magnitudes_on_a_gpu(dtype: torch.dtype) -> None:
     check_hard_rows("cuda", dtype)
 
 
+def test_the_arithmetic_of_gpus_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU divides and encodes with, made of multiply-adds that round once. Conversions to E4M3 by the GPU itself
+    stay out: the interpreter's cut bits off."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, and do not take tensors of the CPU")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_fma", lambda _, a, b, c: handle(fused(a.data, b.data, c.data), c.dtype.scalar))
+    monkeypatch.setattr(importlib.import_module("nybble.ops.quantize_rows.triton"), "_machine", lambda _: 1)
+    check_hard_rows("cpu", torch.float16)
+    check_hard_rows("cpu", torch.float32)
+    check_on(KERNEL, "nvfp4-rmsnorm", "cpu", bf16=False)
+    check_on(KERNEL, "int8_token-plain", "cpu", bf16=False)
+
+
 def check_not_finite(device: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     x[1, 7], x[2, 150] = float("nan"), float("-inf")
@@ -148,11 +171,6 @@ def test_a_block_with_nan_or_infinity_decodes_to_nan() -> None:
 @pytest.mark.gpu(capability=(8, 0))
 def test_a_block_with_nan_or_infinity_decodes_to_nan_on_a_gpu() -> None:
     check_not_finite("cuda", torch.bfloat16)
-
-
-def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a b + c rounded once to float32: every product of two float32 numbers is exact in float64."""
-    return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 @pytest.mark.parametrize("bits", [8, 11])
