@@ -170,10 +170,13 @@ class Kernel:
         _check(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(parameters), 0))
 
 
+@lru_cache(maxsize=4096)
 def tensor_map(
     pointer: int, shape: tuple[int, int], row: int, box: tuple[int, int], fp16: bool, itemsize: int = 2
 ) -> ctypes.Array[ctypes.c_uint64]:
     """A descriptor for the copy engine (sm_90 and later): boxes of a [rows, columns] matrix of bf16, fp16 or bytes.
+
+    It depends on its arguments alone, so that the one of a weight is made once.
 
     Args:
         pointer: the matrix, at a multiple of 16 bytes.

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,7 +46,9 @@ class Choices:
     @cache
     def of(device: str) -> Choices:
         """Those of the device called `device`; a file that cannot be read counts as empty and is written anew."""
-        name = f"{device} triton-{metadata.version('triton')}".replace(" ", "-").lower()
+        import triton
+
+        name = f"{device} triton-{triton.__version__}".replace(" ", "-").lower()
         path = _nvrtc.cache_folder().parent / "plans" / f"linear-narrow-{name}.json"
         try:
             found = json.loads(path.read_text())
