@@ -1,14 +1,13 @@
 """Promises about equal bits on whole models: are they kept here, and what do they cost?
 
-    PYTHONPATH=src:benchmarks python3 benchmarks/promises_model.py --device cuda --model MODEL.gguf --out DIR
-    PYTHONPATH=src:benchmarks python3 benchmarks/promises_model.py --speed --out DIR
-    PYTHONPATH=src:benchmarks python3 benchmarks/promises_model.py --device cpu --model smollm2-135m --make
+    PYTHONPATH=src python3 benchmarks/promises_model.py --device cuda --model MODEL.gguf --speed --out DIR --commit C
+    PYTHONPATH=src python3 benchmarks/promises_model.py --device cpu --model smollm2-135m --make
 
-The first: (1) on a GPU every op against its CPU twin, bit by bit (tests/gpu/test_promises_ops.py); (2) the model's
+With a model: (1) on a GPU every op against its CPU twin, bit by bit (tests/gpu/test_promises_ops.py); (2) the model's
 fingerprint in bf16, W8A16 and W4A16_G64, 256 greedy tokens each, against those in benchmarks/results/cpu; (3) the same
 prompt alone and in batches of 2, 7, 16 and 33 under batch-invariant; and stock torch, which should differ.
-The second: decoding at batch 1 on models of random weights under each promise, by the two known ways, and without any
-promise, all captured in CUDA graphs, in turns. The third writes the CPU's fingerprints.
+With --speed: decoding at batch 1 on models of random weights under each promise, by the two known ways, and without any
+promise, all captured in CUDA graphs, in turns, alone on the GPU. With --make the CPU's fingerprints are written.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SCHEMES = ("bf16", "W8A16", "W4A16_G64")
 BATCHES = (2, 7, 16, 33)
 TOKENS = 256
 PROMPT = "The three laws of robotics are"
-SPEED_PROMPT, NEW, RUNS = 32, 64, 5
+SPEED_PROMPT, NEW, RUNS = 16, 32, 5
 CARRIED = 2.0**-3  # as in decode.py: what random weights make of rounding errors
 
 
@@ -60,13 +59,20 @@ def file_of(scheme: str) -> Path:
     return RECORDED / f"smollm2-135m-{scheme}.json"
 
 
-def ops() -> str:
-    """Every op against its twin, in a process of its own; pytest's last line."""
+def start_ops() -> subprocess.Popen[str]:
+    """Every op against its twin, in a process of its own, beside what follows."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_promises_ops.py"]
-    run = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True, timeout=150)
-    print(run.stdout[-6000:], run.stderr[-2000:], flush=True)
-    lines = [line for line in run.stdout.splitlines() if " passed" in line or " failed" in line or " error" in line]
-    return f"exit {run.returncode}: {lines[-1] if lines else 'no summary'}"
+    return subprocess.Popen(
+        [*command, "-p", "no:cacheprovider"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def end_ops(process: subprocess.Popen[str]) -> str:
+    """What pytest found, in a line."""
+    text = process.communicate(timeout=150)[0]
+    print(text[-6000:], flush=True)
+    lines = [line for line in text.splitlines() if " passed" in line or " failed" in line or " error" in line]
+    return f"exit {process.returncode}: {lines[-1] if lines else 'no summary'}"
 
 
 def fingerprints(model: nn.Module, device: str, out: Path) -> dict[str, Any]:
@@ -115,8 +121,7 @@ def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, 
     """Whether the promises hold here."""
     device = options.device
     record: dict[str, Any] = {"ops": "not run"}
-    if device == "cuda" and not options.skip_ops:
-        record["ops"] = ops()
+    process = None if device == "cpu" or options.skip_ops else start_ops()
     record["fingerprints"] = fingerprints(model, device, out)
     prompt = torch.tensor(fingerprint.read(file_of("bf16"))["prompt"])
     for scheme in SCHEMES:
@@ -129,6 +134,8 @@ def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, 
             stock = verify_promise(here, "none", prompt[:1], BATCHES)
             record["stock"] = str(stock)
             print(f"stock torch: {'NO DIFFERENCE FOUND' if stock.holds else 'differs, as it should'}\n{stock}")
+    if process is not None:
+        record["ops"] = end_ops(process)
     return record
 
 
@@ -200,7 +207,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="decoded in batches (default: 256)")
     parser.add_argument("--make", action="store_true", help="write the fingerprints that the others are held to")
     parser.add_argument("--skip-ops", action="store_true", help="leave out the ops' own tests")
-    parser.add_argument("--speed", action="store_true", help="time decoding instead")
+    parser.add_argument("--speed", action="store_true", help="time decoding")
     parser.add_argument("--shapes", default="llama-1b,llama-8b")
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     options = parser.parse_args()
@@ -209,18 +216,18 @@ def main() -> None:
         "what": "promises on whole models", "machine": fingerprint.machine(torch.device(options.device)),
         "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit,
     }  # fmt: skip
-    if options.speed:
-        record["decode"] = {}
-        for shape in options.shapes.split(","):
-            record["decode"][shape] = speed(shape)
-            torch.cuda.empty_cache()
-    else:
+    start = time.perf_counter()
+    if options.model:
         model = nybble.load(options.model, "cpu", torch.bfloat16)
         if options.make:
             return make_all(model, options.model)
         record |= kept(model, options, options.out)
-    name = f"promises-model-{'speed' if options.speed else options.device}.json"
-    (options.out / name).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"kept: {time.perf_counter() - start:.0f} s", flush=True)
+    for shape in options.shapes.split(",") if options.speed else ():
+        record.setdefault("decode", {})[shape] = speed(shape)
+        torch.cuda.empty_cache()
+        print(f"{shape}: {time.perf_counter() - start:.0f} s", flush=True)
+    (options.out / f"promises-model-{options.device}.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return None
 
 
