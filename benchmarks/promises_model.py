@@ -122,7 +122,7 @@ def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, 
     device = options.device
     record: dict[str, Any] = {"ops": "not run"}
     process = None if device == "cpu" or options.skip_ops else start_ops()
-    record["fingerprints"] = fingerprints(model, device, out)
+    record["fingerprints"] = "not run" if options.skip_fingerprints else fingerprints(model, device, out)
     prompt = torch.tensor(fingerprint.read(file_of("bf16"))["prompt"])
     for scheme in SCHEMES:
         here = scheme_of(model, scheme, device)
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="decoded in batches (default: 256)")
     parser.add_argument("--make", action="store_true", help="write the fingerprints that the others are held to")
     parser.add_argument("--skip-ops", action="store_true", help="leave out the ops' own tests")
+    parser.add_argument("--skip-fingerprints", action="store_true", help="leave them out: minutes on a CPU")
     parser.add_argument("--speed", action="store_true", help="time decoding")
     parser.add_argument("--shapes", default="llama-1b,llama-8b")
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
