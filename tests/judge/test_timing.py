@@ -91,9 +91,10 @@ def test_bytes_that_do_not_matter_are_not_counted() -> None:
 
 
 def test_a_baseline_that_fails_is_not_the_candidates_fault(zygote: Zygote, tmp_path: Path) -> None:
-    """The reference gives up after some calls, when the race has begun."""
+    """The reference gives up after some calls, in the process of the baseline."""
     lines = ["import torch", "calls = 0", "class Model(torch.nn.Module):", "    def forward(self, x):",
-             "        global calls", "        calls += 1", "        if calls > 400: raise MemoryError('spent')",
+             "        global calls", "        calls += 1",
+             "        if __name__ == 'candidate' and calls > 12: raise MemoryError('spent')",
              "        return 2 * x", "class ModelNew(torch.nn.Module):", "    def forward(self, x): return x + x",
              "def get_inputs(): return [torch.randn(8, 9)]"]  # fmt: skip
     (tmp_path / "p.py").write_text("\n".join(lines) + "\n")
