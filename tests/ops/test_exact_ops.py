@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from nybble.ops.decode_attention import decode_attention_reference
 from nybble.ops.rmsnorm import add_rmsnorm_reference
 from nybble.ops.rope_exact.tables import rope_tables
 from nybble.ops.silu_mul import silu_mul_reference
+from ptx import FORBIDDEN, ptx
 from same import copied, results, same_bits, specials
 from tiny_models import IDS, tiny
 
@@ -120,6 +122,19 @@ def test_kernels_compile_everywhere(arch: str) -> None:
     for d, group in ((64, 3), (64, 4), (128, 4)):
         built = _nvrtc.build(launch.source("attention"), dict(attention.definitions(torch.bfloat16, d, group)), arch)
         assert built.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("file", ["rmsnorm", "silu", "rope", "attention"])
+@pytest.mark.skipif(_nvrtc.available() is not None, reason=str(_nvrtc.available()))
+def test_every_operation_is_rounded_once_and_in_the_same_place_on_every_architecture(file: str) -> None:
+    """PTX that names each rounding and contracts nothing; no later stage may contract what names its rounding."""
+    given = dict(kernel_of(attention_exact.ATTENTION_EXACT).definitions(torch.bfloat16, 64, 3))
+    if file != "attention":
+        given = dict(launch.defines(torch.bfloat16, LANES=rmsnorm_exact.LANES, THREADS=256))
+    texts = [ptx(launch.source(file), given, arch) for arch in ("80", "89", "90")]
+    assert texts[0] == texts[1] == texts[2], "one text, so one order"
+    assert not re.search(FORBIDDEN + r"|fma", texts[0]), re.search(FORBIDDEN + r"|fma", texts[0])
+    assert re.search(r"mul\.rn\.f32", texts[0])
 
 
 def test_the_exponential_is_within_two_units_in_the_last_place() -> None:

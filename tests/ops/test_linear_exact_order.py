@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from nybble.ops import _nvrtc
+from ptx import FORBIDDEN, ptx
 
 pytestmark = pytest.mark.skipif(_nvrtc.available() is not None, reason=str(_nvrtc.available()))
 ARCHITECTURES = ("80", "89", "90")
@@ -23,31 +24,12 @@ HALVES = {"bf16": {"X_KIND": 0, "W_KIND": 0}, "fp16": {"X_KIND": 1, "W_KIND": 1}
 KERNELS = {"stream-1": ("stream.cu", {"TOKENS": 1, "ROWS": 2, "UNROLL": 2}),
            "stream-8": ("stream.cu", {"TOKENS": 8, "ROWS": 2, "UNROLL": 1}),
            "tile": ("tile.cu", {"TOKENS": 2, "ROWS": 8, "BLOCKS": 1})}  # fmt: skip
-FORBIDDEN = r"\.ftz|mma|\batom|\bred\.|\.approx|\.sat|fma\.r[zmp]|\b(mul|add|sub|mad)\.f32"
 
 
 def source(name: str) -> Path:
     from nybble.ops.linear_exact import cuda
 
     return Path(cuda.__file__).with_name(name)
-
-
-def ptx(path: Path, defines: dict[str, int], arch: str) -> str:
-    """What NVRTC makes of a source, from the first function on."""
-    from cuda.bindings import nvrtc
-
-    headers = {h.name: h.read_text() for h in path.parent.glob("*.cuh")}
-    contents, names = [h.encode() for h in headers.values()], [h.encode() for h in headers]
-    program = _nvrtc._check(
-        nvrtc.nvrtcCreateProgram(path.read_text().encode(), path.name.encode(), len(names), contents, names)
-    )
-    options = [f"--gpu-architecture=compute_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
-    _nvrtc._check(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
-    text = bytearray(_nvrtc._check(nvrtc.nvrtcGetPTXSize(program)))
-    _nvrtc._check(nvrtc.nvrtcGetPTX(program, text))
-    nvrtc.nvrtcDestroyProgram(program)
-    decoded = text.decode().rstrip("\0")
-    return decoded[decoded.index(".visible .entry") :]
 
 
 def chains(text: str) -> list[int]:
