@@ -3,8 +3,8 @@
     python benchmarks/mixed.py [--out FILE] [--only NAME,…]
 
 Quality is measured as `nybble survey` does: the last 4,096 tokens of the text in windows of 1,024, float32, every
-layer by its definition. Weights are rounded to nearest; "hadamard" rotates the inputs of every linear as they come. The
-mix of APEX4 (arXiv 2606.08761) has one scale a channel and a token, and groups of 32 in v and down.
+layer by its definition. Weights are rounded to nearest unless a row says gptq (16 windows of 512 tokens before those);
+"hadamard" rotates the inputs of every linear as they come. The mix of APEX4 (arXiv 2606.08761) has one scale a channel and a token, and groups of 32 in v and down.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ ROWS: dict[str, tuple[str, str, dict[str, str]]] = {
     "W4A4 channel, v and down g32, hadamard": ("W4A4_CHANNEL", "hadamard+rtn", FINE),
     "W4A4 g128, v and down g32, hadamard": ("W4A4", "hadamard+rtn", FINE),
     "W4A4 channel, hadamard": ("W4A4_CHANNEL", "hadamard+rtn", {}),
+    "W4A4 g128, hadamard, gptq": ("W4A4", "hadamard+gptq", {}),
+    "W4A4 channel, v and down g32, hadamard, gptq": ("W4A4_CHANNEL", "hadamard+gptq", FINE),
 }
 
 
@@ -51,7 +53,7 @@ def main() -> None:
     content = texts.default_text()
     ids = texts.encode(load_tokenizer(MODEL), content)
     windows = texts.split(ids, TOKENS, WINDOW, content.name)
-    seen = [{"input_ids": one} for one in texts.calibration(ids, TOKENS)]  # none of the tokens measured
+    seen = {count: [{"input_ids": one} for one in texts.calibration(ids, TOKENS, count)] for count in (2, 16)}
     model = load(MODEL, dtype=torch.float32)
     original = reference(model, windows)
     print(f"original {original.quality.perplexity:.4f}", flush=True)
@@ -64,7 +66,8 @@ def main() -> None:
         if options.only and name not in options.only.split(";"):
             continue
         start = time.perf_counter()
-        calibration = seen if "smoothquant" in method else None
+        count = 16 if "gptq" in method else 2 if "smoothquant" in method else 0
+        calibration = seen[count] if count else None  # windows of 512 tokens, none of those measured
         narrow = quantize_(copy.deepcopy(model), scheme, method, overrides=overrides, calibration=calibration)
         with by_definition(narrow):
             quality = evaluate(narrow, windows, original)
