@@ -4,7 +4,8 @@
 
 Quality is measured as `nybble survey` does: the last 4,096 tokens of the text in windows of 1,024, float32, every
 layer by its definition. Weights are rounded to nearest unless a row says gptq (16 windows of 512 tokens before those);
-"hadamard" rotates the inputs of every linear as they come. The mix of APEX4 (arXiv 2606.08761) has one scale a channel and a token, and groups of 32 in v and down.
+"hadamard" rotates the inputs of every linear as they come. The mix of APEX4 (arXiv 2606.08761) has one scale a channel
+and a token, and groups of 32 in v and down.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 import nybble
 from nybble.formats import table
 from nybble.ops.linear import LINEAR, triton_scaled
-from nybble.ops.linear.triton_scaled import NEVER_RUN, decode, emulated_refusal, significant
+from nybble.ops.linear.triton_scaled import INTERPRETED, NEVER_RUN, decode, emulated_refusal, significant
 from nybble.quantize import QuantTensor
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "ue5m3fp4")
@@ -67,7 +67,7 @@ def test_blackwell_multiplies_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch
 def test_what_was_never_run_says_so() -> None:
     notes = {one.name: (one.native, one.note) for one in LINEAR.implementations("cuda") if "fp4" in one.name}
     assert notes == {
-        "linear_fp4_block_triton_sm100": (True, NEVER_RUN), "linear_fp4_block_bf16_triton": (False, ""),
+        "linear_fp4_block_triton_sm100": (True, NEVER_RUN), "linear_fp4_block_bf16_triton": (False, INTERPRETED),
     }  # fmt: skip
 
 
@@ -94,6 +94,20 @@ def test_operands_are_exact_in_bf16(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU, and do not take tensors of the CPU")
     check_decoded(name, "cpu")
+
+
+def test_emulated_products_agree_on_every_case_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which has no bf16 product with float32 results: that one is made of float32's."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu/test_linear_cuda.py asks the same of the real product")
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    emulated = triton_scaled.IMPLEMENTATIONS[1]
+    served = 0
+    for label, args in LINEAR.cases("cpu", (torch.bfloat16, torch.float16)):
+        if emulated.supports(*args) is None:
+            LINEAR.check(emulated.run(*args), args, label)
+            served += 1
+    assert served >= 24, "nvfp4, mxfp4 and mxfp8, eight shapes each"
 
 
 @pytest.mark.gpu(capability=(8, 0))

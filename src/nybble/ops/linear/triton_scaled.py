@@ -29,6 +29,7 @@ from nybble.quantize import QuantTensor
 from nybble.quantize.layouts import DENSE
 
 NEVER_RUN = "compiled, never run"
+INTERPRETED = "run in the interpreter only"
 _NATIVE = (10, 12)
 _TILE = (128, 128, 256)  # tokens, rows of W, columns
 _DECODED = 1024
@@ -161,7 +162,11 @@ def block_scaled(a: QuantTensor, w: QuantTensor, bias: Tensor | None, dtype: tor
 
 def emulated(a: QuantTensor, w: QuantTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a w^T + bias [M, N] by bf16 products of exact values."""
-    y = torch.mm(decode(a), decode(w).t(), out_dtype=torch.float32)
+    empty = not a.shape[0] or not w.shape[0] or not w.shape[1]
+    if empty:
+        y = torch.zeros((a.shape[0], w.shape[0]), dtype=torch.float32, device=a.device)
+    else:
+        y = torch.mm(decode(a), decode(w).t(), out_dtype=torch.float32)
     for scale in (a.tensor_scale, w.tensor_scale):
         y = y if scale is None else y.mul_(scale)
     return (y if bias is None else y.add_(bias)).to(dtype)
@@ -184,5 +189,5 @@ def _implementation(name: str, native: bool, note: str = "") -> Implementation:
 
 IMPLEMENTATIONS = (
     _implementation("linear_fp4_block_triton_sm100", native=True, note=NEVER_RUN),
-    _implementation("linear_fp4_block_bf16_triton", native=False),
+    _implementation("linear_fp4_block_bf16_triton", native=False, note=INTERPRETED),
 )
