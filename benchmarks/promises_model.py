@@ -120,7 +120,7 @@ def decoded(model: nn.Module, prompts: torch.Tensor, tokens: int) -> tuple[torch
 def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Whether the promises hold here."""
     device = options.device
-    record: dict[str, Any] = {"ops": "not run"}
+    record: dict[str, Any] = {"ops": "not run", "tokens_in_batches": options.tokens}
     process = None if device == "cpu" or options.skip_ops else start_ops()
     record["fingerprints"] = "not run" if options.skip_fingerprints else fingerprints(model, device, out)
     prompt = torch.tensor(fingerprint.read(file_of("bf16"))["prompt"])
