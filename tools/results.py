@@ -84,16 +84,19 @@ def decode(record: Record) -> str:
 
 def linear(record: Record) -> str:
     """Weight-only linears on a GPU."""
-    shapes = sorted({(row["n"], row["k"]) for row in record["rows"]}, reverse=True)
-    cells = {(row["format"], row["m"], row["n"], row["k"]): row for row in record["rows"]}
+    rows = [row for row in record["rows"] if row["kernel"].startswith("linear_")]
+    shapes = sorted({(row["n"], row["k"]) for row in rows}, reverse=True)
+    cells = {(row["format"], row["m"], row["n"], row["k"]): row for row in rows}
     body = []
-    for fmt, m in sorted({(row["format"], row["m"]) for row in record["rows"]}):
+    for fmt, m in sorted({(row["format"], row["m"]) for row in rows}):
         found = [cells.get((fmt, m, n, k)) for n, k in shapes]
-        shown = [f"{c['ratio']:.2f}x ({c['us']:.1f} µs)" if c else "" for c in found]
+        shown = [f"{c['ratio']:.2f}x ({c['us']:.1f}, {c['tb_per_s']:.2f})" if c else "" for c in found]
         body.append([fmt, str(m), *shown])
+    torch = record["versions"]["torch"]
     return (
         f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
-        f"{record['versions']['torch']}, {record['date']}). {record['note']} What was tried and where the time goes is "
+        f"{torch}, {record['date'][:10]}). In brackets: microseconds, and the stored weight's TB/s, where "
+        f"a copy reaches {record['copy_tb_per_s']:.2f}. {record['note']} What was tried and where the time goes is "
         f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
         "![speed over cuBLAS against M](../benchmarks/results/h200/linear.png)"
     )
@@ -129,6 +132,43 @@ def activations(record: Record) -> str:
     )
 
 
+def producers(record: Record) -> str:
+    """One pass to codes and scales, beside the separate ones."""
+    head = ["format", "after", "M × K", "rotation", "µs", "of a copy", "over the separate passes"]
+    body = [
+        [
+            row["format"],
+            row["prologue"],
+            f"{row['m']} × {row['k']}",
+            str(row["rotation"] or ""),
+            f"{row['us']:.1f}",
+            f"{100 * row['of_copy']:.0f} %",
+            f"{row['over_separate']:.2f}x" if "over_separate" in row else "",
+        ]
+        for row in record["rows"]
+    ]
+    return (
+        f"`quantize_rows` from bf16 on one {record['device']} (torch {record['versions']['torch']}, "
+        f"{record['date'][:10]}, commit {record['commit']}): bytes read and written over the time, of the "
+        f"{record['copy_tb_per_s']:.2f} TB/s of a copy. All outputs that were timed equal the definition bit for bit. "
+        f"*add_rmsnorm* reads a residual and writes the sum as well. {record['note']}\n\n{table(head, body)}"
+    )
+
+
+def mixed(record: Record) -> str:
+    """W8A8, W4A4 and mixtures on the demo model."""
+    body = [
+        [row["name"], f"{row['perplexity']:.2f}", f"{row['kl']:.3g}", f"{100 * row['top1']:.1f} %"]
+        for row in record["rows"]
+    ]
+    first = ["original", f"{record['original']:.2f}", "0", "100 %"]
+    return (
+        f"SmolLM2-135M, weights rounded to nearest ({where(record)}): the last {record['tokens']} tokens of the "
+        "survey's text. *hadamard* rotates the inputs of every linear; *channel* is one scale a channel and a token.\n\n"
+        f"{table(['scheme', 'perplexity', 'KL', 'same top-1'], [first, *body])}"
+    )
+
+
 def promises(record: Record) -> str:
     """What equal bits cost, one linear at a time."""
     names = {
@@ -154,6 +194,30 @@ def promises(record: Record) -> str:
         f"{record['fma_tflop_per_s']:.0f} TFLOP/s, `linear_exact` {min(many):.0f} to {max(many):.0f} of them with many "
         "tokens. What the promises mean is in [why/determinism.md](why/determinism.md).\n\n"
         f"{table(['M', 'promise', 'way', *(f'{n} × {k}' for n, k in shapes)], body)}"
+    )
+
+
+def promised_models(record: Record) -> str:
+    """Whether promises are kept on a whole model, and what they cost while decoding."""
+    names = {
+        "no promise": "none",
+        "batch-invariant": "batch-invariant",
+        "replacement": "batch-invariant: one fixed tile for all",
+        "cross-machine": "cross-machine",
+        "layercast": "none, but rarely differs: LayerCast",
+    }
+    decode = record.get("decode", {})
+    body = [
+        [text, *(f"{rows[name]['ms']:.2f} ms, {rows[name]['x no promise']:.2f}x" for rows in decode.values())]
+        for name, text in names.items()
+    ]
+    cross = " and ".join(f"{rows['cross-machine']['x layercast']:.2f}x" for rows in decode.values())
+    kept = [f"{scheme}: {row['difference'] or 'the same bits'}" for scheme, row in record["fingerprints"].items()]
+    return (
+        f"SmolLM2-135M on {record['machine']} ({record['date']}, commit {record['commit']}) against the CPU, every op "
+        f"and 256 greedy tokens: {'; '.join(kept)}. Ops against their CPU twins: {record['ops']}.\n\n"
+        "Decoding at batch 1, random weights, captured steps: time of a token, and speed over no promise. "
+        f"Cross-machine is {cross} as fast as LayerCast.\n\n{table(['promise', *decode], body)}"
     )
 
 
@@ -187,7 +251,10 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
+    ("Producers on an H200", "h200/producers.json", producers),
+    ("Eight and four bits, mixed", "cpu-2core/mixed.json", mixed),
     ("What equal bits cost on an H200", "h200/promises.json", promises),
+    ("Promises on whole models", "h200/promises-model-cuda.json", promised_models),
     ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
 ]
 
