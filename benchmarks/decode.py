@@ -2,6 +2,9 @@
 
     python benchmarks/decode.py [--model llama-8b] [--schemes bf16,W4A16,NVFP4A16] [--batch 1,16] [--out FILE]
 
+A scheme quantizes the linears of the layers and leaves the head in bf16, as checkpoints do; `W4A16+head` takes the
+head too. The embedding, of which a step reads one row, always stays.
+
 Weights are random, made on the device from the model's shape. The judge asks the ops that a step consists of, and for
 each scheme the runner's logits are checked against the definition before its time counts; times are medians over runs
 of captured steps; every ratio is to the bf16 runner of the same process. The roofline is the bytes of the weights a
@@ -39,6 +42,7 @@ OPS = {"linear": "nybble.bench:laid_out", "rmsnorm": "nybble.ops.rmsnorm:add_rms
        "silu_mul": "nybble.ops.silu_mul:silu_mul", "rope_cache": "nybble.ops.rope_cache:rope_cache_",
        "decode_attention": "nybble.ops.decode_attention:decode_attention"}  # fmt: skip
 PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 5
+_HEAD = "+head"
 CARRIED = 2.0**-3  # random weights carry rounding errors on: two bf16 evaluations of the 8B shape differ by 0.058
 
 
@@ -130,7 +134,7 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16")
+    parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16,W4A16+head")
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--out")
@@ -142,9 +146,13 @@ def main() -> None:
     original = make(options.model)
     rows = []
     for scheme in options.schemes.split(","):
-        model = original if scheme == "bf16" else nybble.quantize_(copy.deepcopy(original), scheme)
+        model, quantized = original, "nothing"
+        if scheme != "bf16":
+            name, head = scheme.removesuffix(_HEAD), scheme.endswith(_HEAD)
+            model = nybble.quantize_(copy.deepcopy(original), name, ignore=() if head else ("lm_head",))
+            quantized = "linears of the layers" + (", lm_head" if head else "")
         for batch in map(int, options.batch.split(",")):
-            row = {"scheme": scheme, **measure(model, batch, bandwidth)}
+            row = {"scheme": scheme, "quantized": quantized, **measure(model, batch, bandwidth)}
             base = next((r for r in rows if r["scheme"] == "bf16" and r["batch"] == batch), row)
             row["ratio"], row["ratio_at_4096"] = base["ms"] / row["ms"], base["ms_at_4096"] / row["ms_at_4096"]
             rows.append(row)

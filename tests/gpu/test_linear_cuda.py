@@ -119,10 +119,21 @@ def test_many_tokens_through_cublas(name: str, n: int, k: int) -> None:
         assert ((plain - expected).abs() <= expected.abs() * 2.0**-7).all()
     else:
         assert torch.equal(plain, expected), "each value is rounded once"
+
+
+@pytest.mark.raw_memory
+def test_the_plain_weight_for_cublas_is_given_back() -> None:
+    """Peak: the plain weight and the result; afterwards nothing, over ten calls."""
+    cuda = pytest.importorskip("nybble.ops.linear.cuda")
+    n, k = 2048, 1024
+    w, x = weight(n, k, "int4_g128"), normal(4096, k, seed=4, dtype=torch.bfloat16)
+    cuda.run(x, w, None, config.Widen())
     held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(10):
-        linear(x, w, bias)
-    assert torch.cuda.memory_allocated() == held, "the plain weight is given back"
+        cuda.run(x, w, None, config.Widen())
+    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.max_memory_allocated() <= held + 2 * n * k + 2 * 4096 * n
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])

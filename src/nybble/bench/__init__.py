@@ -200,34 +200,43 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Speed over cuBLAS against tokens, a panel a shape, a line a format and kernel."""
+def draw(rows: list[dict[str, Any]], path: Path, title: str, copy: float) -> None:
+    """Speed over cuBLAS, and the stored weight's TB/s beside a copy's, against tokens: a column a shape, a line a
+    format and kernel."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shapes = list(dict.fromkeys((r["n"], r["k"]) for r in rows))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4.2), sharey=True, squeeze=False)
-    lines = list(dict.fromkeys((r["format"], "ours" if r["kernel"].startswith(_OURS) else r["kernel"]) for r in rows))
-    for axis, (n, k) in zip(axes[0], shapes, strict=True):
-        for number, (fmt, kernel) in enumerate(line for line in lines if line[1] != "cublas"):
-            mine = [r for r in rows if (r["n"], r["k"], r["format"]) == (n, k, fmt)
-                    and ("ours" if r["kernel"].startswith(_OURS) else r["kernel"]) == kernel]  # fmt: skip
-            points = sorted((r["m"], r["ratio"]) for r in mine)
-            axis.plot(*zip(*points, strict=True), marker="o", linestyle="-" if kernel == "ours" else ":",
-                      color=f"C{number}", label=f"{fmt}, {kernel}")  # fmt: skip
-        axis.axhline(1.0, color="black", linewidth=1)
-        axis.set(xscale="log", title=f"weight {n} × {k}", xlabel="tokens M")
-        axis.set_xticks(sorted({r["m"] for r in rows}), [str(m) for m in sorted({r["m"] for r in rows})])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("times as fast as cuBLAS bf16 (black line)")
-    axes[0][0].set_ylim(bottom=0)
+    named = [{**r, "kernel": "ours" if r["kernel"].startswith(_OURS) else r["kernel"]} for r in rows]
+    shapes, tokens = list(dict.fromkeys((r["n"], r["k"]) for r in rows)), sorted({r["m"] for r in rows})
+    figure, axes = pyplot.subplots(
+        2, len(shapes), figsize=(4.2 * len(shapes), 7.2), sharex=True, sharey="row", squeeze=False
+    )
+    lines = [line for line in dict.fromkeys((r["format"], r["kernel"]) for r in named) if line[1] != "cublas"]
+    for column, (n, k) in enumerate(shapes):
+        for row, (value, limit) in enumerate((("ratio", 1.0), ("tb_per_s", copy))):
+            axis = axes[row][column]
+            for number, (fmt, kernel) in enumerate(lines):
+                mine = [r for r in named if (r["n"], r["k"], r["format"], r["kernel"]) == (n, k, fmt, kernel)]
+                axis.plot(*zip(*sorted((r["m"], r[value]) for r in mine), strict=True), marker="o",
+                          linestyle="-" if kernel == "ours" else ":", color=f"C{number}",
+                          label=f"{fmt}, {kernel}")  # fmt: skip
+            axis.axhline(limit, color="black", linewidth=1)
+            axis.set(xscale="log")
+            axis.set_xticks(tokens, [str(m) for m in tokens])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+        axes[0][column].set_title(f"weight {n} × {k}")
+        axes[1][column].set_xlabel("tokens M")
+    axes[0][0].set_ylabel("times as fast as cuBLAS (black)")
+    axes[1][0].set_ylabel(f"TB/s of weight (black: a copy, {copy:.2f})")
+    for row in axes:
+        row[0].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=min(6, len(labels)), frameon=False)
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -278,7 +287,8 @@ def main(arguments: list[str]) -> int:
     for line in result["failed"]:
         _say(f"could not run: {line}")
     if options.out is not None:
-        draw(result["rows"], options.out.with_suffix(".png"), f"linear, {result['device']}, {result['date'][:10]}")
+        title = f"linear, {result['device']}, {result['date'][:10]}"
+        draw(result["rows"], options.out.with_suffix(".png"), title, bandwidth)
     return 0
 
 

@@ -28,6 +28,7 @@ _REGISTERS = 65536
 _PER_MICROSECOND = 1755.0  # cycles, under load
 _IN_FLIGHT = 48000  # bytes that a processor must have under way to use the memory fully
 _MMA_TOKENS = 16  # go through mma rather than wgmma
+_FROM_L2 = 46  # bytes that a processor gets from the L2 cache in a cycle, while all of them fetch
 _RING = 64 * 1024  # bytes of a processor's rings that hide the memory's latency
 _DENSE_TFLOPS = 5.7  # of cuBLAS in bf16, a processor
 _MOST_BLOCKS = 65535  # along y
@@ -274,10 +275,12 @@ class Tile:
         units = resident * self.warpgroups * self.tiles  # of 64 rows x 128 columns
         decode = _DECODE[describe(p.format)["CODE"]] / _DECODE[0]
         if self.tokens == _MMA_TOKENS:
-            shared = 30 / (self.groups * self.tiles) + 235 * (1 + decode) / 2  # x from the L2 cache, and the rest
+            shared = 30 / (self.groups * self.tiles) + (265 if self.tiles == 1 else 246) * (1 + decode) / 2
             return max(420.0 + 150 * (self.tiles - 1), units * shared)
         tokens = self.tokens * self.wgmmas
-        return 130 / units + units * (225 * decode + tokens * (2.2 + 0.007 * tokens))
+        fetched = 4 * describe(p.format)["TILE_BYTES"] + tokens * 2 * COLUMNS / self.groups  # of a unit, from L2
+        work = 225 * decode + tokens * (2.2 + 0.007 * tokens)
+        return max(130 / units + units * work, units * fetched / _FROM_L2)
 
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
