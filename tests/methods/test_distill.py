@@ -1,12 +1,14 @@
 """Distillation: the estimator's gradient, what is exported, and that training on the original brings it nearer."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import nybble
+import tiny
 from nybble.errors import BadInput
 from nybble.methods import distill, rtn
 from nybble.methods.layer import Layer
@@ -115,6 +117,23 @@ def test_weights_only_leaves_inputs_alone_while_training() -> None:
         config = distill.Config(steps=2, lr=1e-4, weights_only=only, warmup=0)
         seen.append(distill.fit(model, linears(model), scheme("W4A4"), batches(), config)[0])
     assert seen[0] < seen[1], "rounding inputs as well costs more"
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "W4A16_G32"])
+def test_what_was_learned_is_saved_and_loaded_bit_for_bit(name: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [{"input_ids": torch.randint(0, tiny.VOCABULARY, (2, 16), generator=generator)} for _ in range(4)]
+    model = tiny.llama()
+    nybble.quantize_(model, name, "distill", calibration=data, config=distill.Config(steps=4, lr=1e-3, warmup=1))
+    nybble.save(model, tmp_path / "out")
+    again = nybble.load(tmp_path / "out")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert len(layers) == 14
+    for layer_name, layer in layers.items():
+        loaded = again.get_submodule(layer_name).weight.parts
+        assert all(torch.equal(loaded[part], value) for part, value in layer.weight.parts.items()), layer_name
+    with torch.no_grad():
+        assert torch.equal(again(**data[0]).logits, model(**data[0]).logits)
 
 
 def test_refusals() -> None:
