@@ -67,3 +67,31 @@ def test_the_model_never_beats_the_memory() -> None:
     for m, (n, k) in ((1, (4096, 4096)), (16, (28672, 8192)), (2048, (4096, 14336))):
         p = config.Problem(m, n, k, INT4)
         assert config.choose(p).scored[0][0] > p.memory_time
+
+
+def test_thousands_of_tokens_go_through_cublas_where_tiles_do_not_serve() -> None:
+    for p in (
+        config.Problem(2048, 4096, 4096, INT4, machine=AMPERE),
+        config.Problem(512, 4096, 4096, table.block("fp8_block128")),
+        config.Problem(512, 4096, 4096, table.block("nf4_g64")),
+    ):
+        assert isinstance(config.choose(p).plan, config.Widen)
+    fp16 = config.Problem(2048, 4096, 4096, INT4, fp16=True, machine=AMPERE)
+    assert "fp16" in (config.Widen().refusal(fp16) or "")
+    assert isinstance(config.choose(fp16).plan, config.Stream)
+
+
+@pytest.mark.parametrize(("n", "k", "m"), [(4096, 4096, 16), (14336, 4096, 64), (28672, 8192, 256), (128256, 4096, 16)])
+def test_no_more_blocks_share_a_processor_than_an_even_spread_puts_there(n: int, k: int, m: int) -> None:
+    p = config.Problem(m, n, k, INT4)
+    for plan in config.candidates(p):
+        if isinstance(plan, config.Tile) and plan.refusal(p) is None:
+            even = -(-plan.grid(p)[0] // p.machine.processors)
+            assert p.machine.shared_bytes // plan.shared_bytes(p) <= even
+            assert plan.shared_bytes(p) <= p.machine.shared_bytes
+
+
+def test_weights_of_unusual_scales_are_not_given_to_fp16_tiles() -> None:
+    usual, unusual = (config.Problem(256, 4096, 4096, INT4, fp16=True, usual=usual) for usual in (True, False))
+    assert isinstance(config.choose(usual).plan, config.Tile)
+    assert isinstance(config.choose(unusual).plan, config.Stream)

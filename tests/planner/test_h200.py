@@ -91,7 +91,7 @@ def test_predictions_on_held_out_shapes(bench: ModuleType, held_out: dict[str, f
 
 @pytest.mark.xfail(
     strict=True,
-    reason="8 of 10 (80 %, not 95 %): at 256 and 2048 tokens of 4096 x 14336 bf16 is told, MXFP4A16 was 16 and 8 % faster",
+    reason="8 of 10 (80 %, not 95 %): of 4096 x 14336 at M = 256 and 2048 bf16 is told, MXFP4A16 was 16 and 8 % faster",
 )
 def test_the_fastest_scheme_on_held_out_shapes(bench: ModuleType, held_out: dict[str, float]) -> None:
     assert held_out["right"] >= bench.WINNERS
