@@ -175,6 +175,18 @@ def test_quantize_learns_from_a_text_block_by_block(place: Path, monkeypatch: py
     assert (place / "work" / "manifest.json").exists()
 
 
+def test_settings_of_methods_are_set(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["quantize", "model", "W4A16_G32", "--method", "hadamard", "--device", "cpu", "-o"]
+    assert "or plain=True" in refusal(capsys, *asked, "rotated")
+    with pytest.warns(UserWarning, match="transform_config"):
+        assert ran(*asked, "rotated", "--set", "hadamard.plain=true") == 0
+    assert "unknown method to set 'gptq'" in refusal(capsys, *asked, "x", "--set", "gptq.damping=0.1")
+    assert "unknown setting of hadamard 'plane'; nearest: plain" in refusal(
+        capsys, *asked, "x", "--set", "hadamard.plane=true"
+    )
+    assert "hadamard.seed=yes: int is wanted, as in 0" in refusal(capsys, *asked, "x", "--set", "hadamard.seed=yes")
+
+
 def test_quantize_under_torchrun_gives_the_codes_of_one_process(place: Path) -> None:
     asked = ["quantize", "model", "W4A16_G32", "--method", "gptq", "--calibration", "text.txt", "--device", "cpu"]
     asked += ["--samples", "3"]

@@ -8,14 +8,15 @@ Every process calibrates and rounds its share of each layer's rows (methods/shar
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nybble.cli.console import Plain
 from nybble.cli.models import hush
-from nybble.errors import BadInput
+from nybble.errors import BadInput, UnknownName
 from nybble.machine import find_device
 
 if TYPE_CHECKING:
@@ -34,18 +35,19 @@ def quantize(options: argparse.Namespace) -> None:
     from nybble.quantize.schemes import scheme as find_scheme
 
     scheme, overrides = find_scheme(options.scheme), _overrides(options.override)
+    settings = _settings(options.method, options.set)
     with _together(find_device(options.device)) as (rank, device):
         if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
             raise BadInput(f"{options.out} is there already: name a new folder")
         hush()
         home = "cpu" if options.offload else device
         model, tokenizer = load(options.model, home), load_tokenizer(options.model)
-        check_saveable(model, scheme, options.ignore, options.method, overrides=overrides)
+        check_saveable(model, scheme, options.ignore, options.method, settings, overrides=overrides)
         static = any(row.static_input_scale for row in (scheme, *filter(None, overrides.values())))
         batches = _calibration(options, tokenizer, static, home)
         with _progress(rank == 0) as progress:
             quantize_(model, scheme, options.method, ignore=options.ignore, overrides=overrides, calibration=batches,
-                      progress=progress, work_dir=_work_dir(options, rank), device=device,
+                      config=settings, progress=progress, work_dir=_work_dir(options, rank), device=device,
                       spill=options.spill)  # fmt: skip
         if rank == 0:
             _convert(model, options)
@@ -64,6 +66,38 @@ def _overrides(asked: list[str]) -> dict[str, Scheme | None]:
             raise BadInput(f"--override {one!r}: write PATTERN=SCHEME, such as '*.v_proj=W4A8_G32' or 'down_proj=none'")
         found[pattern] = None if name.lower() == "none" else find_scheme(name)
     return found
+
+
+def _settings(method: str, given: Sequence[str]) -> Any:
+    """Settings from words like "hadamard.plain=true"; None where there are none.
+
+    Raises:
+        UnknownName: a method that is not asked for, or a setting it does not have.
+        BadInput: a value of another type.
+    """
+    from nybble.methods import Settings
+    from nybble.methods.compose import plan
+
+    parts = {part.name: part.config for part in (*plan(method).changes, plan(method).rounds)}
+    for word in given:
+        target, _, value = word.partition("=")
+        name, _, field = target.rpartition(".")
+        if name not in parts:
+            raise UnknownName("method to set", name or word, sorted(parts))
+        known = {f.name: getattr(parts[name], f.name) for f in dataclasses.fields(parts[name])}
+        if field not in known:
+            raise UnknownName(f"setting of {name}", field, sorted(known))
+        parts[name] = dataclasses.replace(parts[name], **{field: _value(word, value, known[field])})
+    return Settings(parts=parts) if given else None
+
+
+def _value(word: str, text: str, default: Any) -> Any:
+    """A setting's value in the type of its default; a name where the default is none."""
+    kinds: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
+    try:
+        return kinds.get(type(default), str)(text)
+    except (KeyError, ValueError):
+        raise BadInput(f"{word}: {type(default).__name__} is wanted, as in {default}") from None
 
 
 @contextmanager
