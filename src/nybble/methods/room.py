@@ -101,39 +101,39 @@ class Visits:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._copier = ThreadPoolExecutor(1) if device is not None else None
-        self._ahead: dict[int, Future[dict[int, Tensor]]] = {}
-        self._lent: dict[int, nn.Parameter | Tensor] = {}
+        self._ahead: dict[int, Future[list[tuple[Tensor, Tensor]]]] = {}
+        self._lent: list[tuple[Tensor, Tensor]] = []
 
     def expect(self, module: nn.Module) -> None:
         """Start to copy a module's tensors, whose turn is next."""
         if self._copier is not None and id(module) not in self._ahead:
             self._ahead[id(module)] = self._copier.submit(self._copies, module)
 
-    def _copies(self, module: nn.Module) -> dict[int, Tensor]:
-        return {id(t): t.detach().to(self._device) for _, _, t in _tensors(module)}
+    def _copies(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        return [(t, t.detach().to(self._device)) for _, _, t in _tensors(module)]
 
     def bring(self, module: nn.Module) -> None:
         """Lend a module copies of its parameters and buffers on the device."""
         if self._copier is None:
             return
         self.expect(module)
-        copies = self._ahead.pop(id(module)).result()
+        copies = {id(old): (old, copy) for old, copy in self._ahead.pop(id(module)).result()}
         for owner, name, old in list(_tensors(module)):
-            fresh = copies.get(id(old))
-            if fresh is None or fresh is old:
+            known, fresh = copies.get(id(old), (None, old))
+            if known is not old:
                 continue
             lent = nn.Parameter(fresh, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else fresh
-            self._lent[id(lent)] = old
+            self._lent.append((lent, old))  # both are held: an address must not come to mean another tensor
             _put(owner, name, lent)
 
     def back(self, module: nn.Module, home: torch.device) -> None:
         """Return what was lent; what has come instead goes to `home`."""
         if self._copier is None:
             return
+        lent = {id(copy): old for copy, old in self._lent}
         for owner, name, here in list(_tensors(module)):
-            old = self._lent.get(id(here))
-            if old is not None:
-                _put(owner, name, old)
+            if id(here) in lent:
+                _put(owner, name, lent[id(here)])
             elif not isinstance(owner, QuantLinear):
                 moved = here.detach().to(home)
                 known = isinstance(here, nn.Parameter)
@@ -149,12 +149,12 @@ class Visits:
             self._copier.shutdown()
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | Tensor]]:
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             yield from ((owner, name, t) for name, t in held.items() if t is not None)
 
 
-def _put(owner: nn.Module, name: str, value: nn.Parameter | Tensor) -> None:
+def _put(owner: nn.Module, name: str, value: Tensor) -> None:
     held = owner._parameters if name in owner._parameters else owner._buffers
     held[name] = value  # type: ignore[assignment]
