@@ -10,10 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nybble
+from method_layers import layer
 from nybble.errors import BadInput, NybbleError, Unsupported
-from nybble.methods import Settings, awq, hadamard, record, smoothquant
+from nybble.methods import Settings, awq, hadamard, record, rtn, smoothquant
 from nybble.methods.calibrate import collect
 from nybble.methods.fold import Edge, edges, fold_edges
+from nybble.methods.layer import Layer
 from nybble.methods.stages import Whole, split
 from nybble.ops import QuantLinear
 
@@ -126,6 +128,29 @@ def test_heads_that_share_keys_share_their_scale() -> None:
     assert edge.at_producer(tied).tolist() == [2, 3, 6, 7, 10, 11]
 
 
+@pytest.mark.parametrize(("name", "k"), [("W4A16_G32", 96), ("W4A16_G32", 80), ("W3A16", 64), ("NVFP4A16", 48)])
+def test_clipping_serves_each_group(name: str, k: int) -> None:
+    """No group gets worse, a few with outliers get better, and only what is beyond the bound moves."""
+    one = layer(name, 24, k, seed=0)
+    tail = one.weight * (1 + (torch.arange(24 * k).view(24, k) % 37 == 0) * 1.0)
+    cut = awq.clipped(tail, one.inputs, one.scheme)
+    moved = cut != tail
+    assert moved.any()
+    assert (cut.abs() <= tail.abs()).all()
+    assert (cut.sign() == tail.sign()).all()
+    fmt, h = one.scheme.weight, one.inputs.second_moment
+    for start in range(0, k, fmt.block[1] or k):
+        group = slice(start, start + (fmt.block[1] or k))
+        errors = []
+        for weight in (tail, cut):
+            rounded = rtn.apply(Layer("l", weight, one.scheme), rtn.Config()).dequantize()
+            d = (tail - rounded)[:, group].double()
+            errors.append(((d @ h[group, group]) * d).sum(1))
+        if fmt.tensor_scale is None:  # where there is one, clipping the largest group moves all scales a little
+            assert (errors[1] <= errors[0] * (1 + 1e-5)).all()
+    assert distance(cut, tail) < 0.3
+
+
 def test_they_help_where_they_should() -> None:
     original = logits(llama())
 
@@ -134,6 +159,9 @@ def test_they_help_where_they_should() -> None:
 
     assert error("W8A8", "smoothquant") < 0.7 * error("W8A8", "rtn")
     assert error("W4A16_G32", "awq") < error("W4A16_G32", "rtn")
+    clipping = awq.Config(clip=True)
+    clipped = nybble.quantize_(llama(), "W4A16_G32", "awq", calibration=calibration(), config=clipping)
+    assert distance(logits(clipped), original) < error("W4A16_G32", "rtn")
     assert error("W4A4", "hadamard") < error("W4A4", "rtn")
     assert error("W4A4", "hadamard+gptq") < error("W4A4", "hadamard")
     assert error("W8A8", "smoothquant+gptq") < error("W8A8", "rtn")

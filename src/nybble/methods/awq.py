@@ -7,8 +7,12 @@ cost of a wider range for its group. With m_j the mean of |x_j|,
     s = m^a,  scaled so that the largest times the smallest is 1
 
 and a is the point of a grid on [0, 1] with the least error of the linears' outputs after rounding to nearest,
-sum tr((W - Ŵ) H (W - Ŵ)^T); a = 0 is the weight as it is, so that no choice is worse than none. The published
-method also searches a clipping range; here scale rules and the methods that follow ("awq+gptq") do that part.
+sum tr((W - Ŵ) H (W - Ŵ)^T); a = 0 is the weight as it is, so that no choice is worse than none.
+
+With `clip`, weights beyond a share r of their group's largest are then cut off, so that the others get finer steps:
+for each group of each row the r of a grid on [1/2, 1] with the least d H_GG d^T, d the group's error after rounding.
+As published, q and k are left alone. What follows ("awq+gptq") would be given the clipped weight as its aim, so that
+clipping is for awq on its own.
 
 Source: Lin et al.: AWQ, arXiv 2306.00978.
 """
@@ -19,16 +23,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nybble.errors import BadInput
 from nybble.methods import rtn
 from nybble.methods.fold import Edge, edges, fold_edges, positive
 from nybble.methods.layer import Inputs, Layer
 from nybble.methods.stages import Stage
+from nybble.quantize.blocks import sides
 from nybble.quantize.schemes import Scheme
 
 NEEDS_INPUTS = True
+_CLIPS = 11  # points of the grid on [1/2, 1]
+_UNCLIPPED = ("q_proj", "k_proj")
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,12 @@ class Config:
     Attributes:
         points: of the grid of exponents, the ends 0 and 1 included.
         products: whether scales are also folded into up (before down) and v (before o).
+        clip: whether weights are clipped, which changes what the model computes.
     """
 
     points: int = 21
     products: bool = True
+    clip: bool = False
 
 
 def fold(
@@ -57,7 +66,30 @@ def fold(
             fresh = fold_edges(stage, current, [(edge, scale)], probe)
             current.update(fresh)
             changed.update(fresh)
+    for name, linear in stage.linears.items() if config.clip else ():
+        if name in current and not name.endswith(_UNCLIPPED):
+            weight = clipped(linear.weight.detach(), current[name], scheme)
+            linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
     return changed
+
+
+def clipped(weight: Tensor, seen: Inputs, scheme: Scheme) -> Tensor:
+    """A weight [N, K] whose groups are clipped where that serves their outputs, in its own dtype."""
+    n, k = weight.shape
+    width = sides(scheme.weight, (n, k))[1]
+    w = torch.nn.functional.pad(weight.to(torch.float32), (0, -k % width)).view(n, -1, width)
+    h = torch.nn.functional.pad(seen.second_moment.to(torch.float32), (0, -k % width, 0, -k % width))
+    groups = w.shape[1]
+    own = h.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # H_GG: [groups, width, width]
+    amax, best, least = w.abs().amax(2, keepdim=True), w, None
+    for step in range(_CLIPS):
+        tried = w.clamp(-amax * (1 - step / (2 * (_CLIPS - 1))), amax * (1 - step / (2 * (_CLIPS - 1))))
+        rounded = rtn.apply(Layer("clipped", tried.view(n, -1)[:, :k], scheme), rtn.Config()).dequantize(torch.float32)
+        d = w - torch.nn.functional.pad(rounded, (0, -k % width)).view(w.shape)
+        error = torch.einsum("ngi,gij,ngj->ng", d, own, d)[..., None]
+        best = tried if least is None else torch.where(error < least, tried, best)
+        least = error if least is None else torch.minimum(error, least)
+    return best.reshape(n, -1)[:, :k].to(weight.dtype)
 
 
 def _search(edge: Edge, seen: Inputs, scheme: Scheme, points: int) -> Tensor | None:
