@@ -24,6 +24,7 @@ from nybble.formats.spec import BlockFormat, FloatFormat
 from nybble.formats.table import BF16, E2M1, E4M3, E8M0, FP32
 from nybble.ops._declare import Implementation
 from nybble.ops.quantize_rows import quantize_rows
+from nybble.ops.quantize_rows.triton import on
 from nybble.ops.quantize_rows.triton_codes import float_value
 from nybble.quantize import QuantTensor
 from nybble.quantize.layouts import DENSE
@@ -182,7 +183,8 @@ def _implementation(name: str, native: bool, note: str = "") -> Implementation:
 
     def run(x: Tensor, w: QuantTensor, bias: Tensor | None, activation: BlockFormat, amax: Tensor | None) -> Tensor:
         a = quantize_rows(x.reshape(-1, x.shape[-1]), activation, tensor_amax=amax)
-        return product(a, w.to_layout(DENSE), bias, x.dtype).view(*x.shape[:-1], w.shape[0])
+        with on(x.device):
+            return product(a, w.to_layout(DENSE), bias, x.dtype).view(*x.shape[:-1], w.shape[0])
 
     return Implementation(name, run, supports, native=native, layout=lambda w: DENSE, note=note)
 

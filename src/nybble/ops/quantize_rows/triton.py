@@ -8,6 +8,7 @@ piece of a row.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -260,6 +261,11 @@ def _supports(
     return refusal(fmt)
 
 
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Where Triton shall launch: it looks at the current device, not at its arguments'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _matrix(x: Tensor) -> Tensor:
     """[..., K] as [M, K] with neighbours of a row next to each other."""
     rows = x.reshape(-1, x.shape[-1])
@@ -278,13 +284,14 @@ def _triton(
         flat, added = _matrix(x), _matrix(x if residual is None else residual)
         cut, chunks, warps = _launch(fmt, width, fmt.block[1] is None or prologue == "rmsnorm", hadamard)
         stored = scale.view(torch.int16) if scale.dtype == torch.bfloat16 else scale
-        _quantize_rows_kernel[(flat.shape[0] * chunks,)](
-            flat, added, flat if gain is None else gain.contiguous(), h, codes, stored,
-            flat if tensor_amax is None else tensor_amax, stored if tensor is None else tensor,
-            flat.stride(0), added.stride(0), width, codes.shape[-1], scale.shape[-1], chunks, eps,
-            _PROLOGUES[prologue], residual is not None, hadamard, _machine(x.device), *cut, **_facts(fmt),
-            MOST=scales.MAX_ENCODE, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on(x.device):
+            _quantize_rows_kernel[(flat.shape[0] * chunks,)](
+                flat, added, flat if gain is None else gain.contiguous(), h, codes, stored,
+                flat if tensor_amax is None else tensor_amax, stored if tensor is None else tensor,
+                flat.stride(0), added.stride(0), width, codes.shape[-1], scale.shape[-1], chunks, eps,
+                _PROLOGUES[prologue], residual is not None, hadamard, _machine(x.device), *cut, **_facts(fmt),
+                MOST=scales.MAX_ENCODE, num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
     elif tensor_amax is not None and (second := scales.tensor_scale(fmt.rule, fmt, tensor_amax)) is not None:
         tensor = second.decode
     return QuantTensor(fmt, (*x.shape[:-1], width), codes, scale, tensor, None, DENSE, x.dtype), h
