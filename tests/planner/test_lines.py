@@ -56,7 +56,7 @@ def test_plans_use_lines_and_say_where_they_have_none() -> None:
 
 def test_measured_lines_are_kept_with_the_ceilings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "key", lambda: "NVIDIA H200")
+    monkeypatch.setattr(here, "key", lambda cpu=False: "NVIDIA H200")
     found = {"bf16": {1: Line(1e-6, 1.5)}, "W4A16": {1: Line(2e-6, 1.25), 64: Line(3e-6, 2.0)}}
     measure.save(here.file_for("NVIDIA H200"), "NVIDIA H200", {"bandwidth": 4.2e12}, found)
     assert here.machine().lines == found

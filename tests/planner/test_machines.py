@@ -84,7 +84,7 @@ def test_which_row_a_device_is(name: str, row: str | None) -> None:
 
 def test_measured_ceilings_replace_the_rows_and_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "key", lambda: "NVIDIA H200")
+    monkeypatch.setattr(here, "key", lambda cpu=False: "NVIDIA H200")
     assert here.machine() is machines.TABLE["h200"]
     measure.save(here.file_for("NVIDIA H200"), "NVIDIA H200", {"bandwidth": 4.2e12, "bf16": 7.8e14, "launch": 2e-6})
     row = here.machine()
@@ -95,7 +95,7 @@ def test_measured_ceilings_replace_the_rows_and_are_marked(tmp_path: Path, monke
 
 def test_an_unknown_machine_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "key", lambda: "Some CPU, 96 cores")
+    monkeypatch.setattr(here, "key", lambda cpu=False: "Some CPU, 96 cores")
     with pytest.raises(Unsupported, match="--measure"):
         here.machine()
     found = {"memory": 1e12, "bandwidth": 1e11, "launch": 1e-5, "fp32": 2e12}

@@ -12,7 +12,7 @@ import pytest
 
 from nybble.cli import main
 from nybble.errors import BadInput, DamagedFile, NybbleError, Unsupported
-from nybble.planner import machines, plan, report, shapes
+from nybble.planner import granularity, machines, plan, report, shapes
 from nybble.planner.shapes import Linear, Model
 
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -111,6 +111,16 @@ def test_what_stays_as_it_is_dilutes_what_is_gained() -> None:
     assert whole == pytest.approx((base + kept) / (base / alone + kept))
 
 
+@pytest.mark.parametrize(("name", "group"), [("l40s", 64), ("rtx3090", 64), ("h200", 128), ("a100", None)])
+def test_a_plan_says_which_groups_the_machine_can_afford(name: str, group: int | None) -> None:
+    row = machines.get(name)
+    found = plan.make(llama(), row, [1, 2048], ["W4A4", "W4A8_CHANNEL", "W8A8", "W4A16", "NVFP4"])
+    assert found.groups == {"W4A4": group}
+    assert found.groups["W4A4"] == granularity.choose(row)
+    assert any("groups: W4A4" in line and name in line for line in report.closing(found))
+    assert plan.make(llama(), row, [1], ["W4A4"]).groups == {}
+
+
 def test_layers_are_mixed_where_that_wins() -> None:
     found = plan.make(llama(), machines.get("rtx3090"), [1, 2048], ["W4A16", "W4A4"])
     assert set(found.layers.values()) == {"W4A16", "W4A4"}
@@ -140,7 +150,7 @@ def test_shapes_have_to_be_positive(target: str) -> None:
 
 def test_a_model_that_fits_nowhere_says_what_would() -> None:
     big = shapes.from_config({**LLAMA, "num_hidden_layers": 1024}, "big")
-    with pytest.raises(Unsupported, match=r"smallest, W4A16, takes 109 GiB.*would hold it: h200 \(131 GiB\)"):
+    with pytest.raises(Unsupported, match=r"smallest, W4A8_CHANNEL, takes 106 GiB.*would hold it: h200 \(131 GiB\)"):
         plan.make(big, machines.get("l4"), [1])
     bigger = shapes.from_config({**LLAMA, "num_hidden_layers": 8192}, "bigger")
     with pytest.raises(Unsupported, match=r"no machine of the table holds it; 4 of the largest would"):

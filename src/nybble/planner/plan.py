@@ -15,7 +15,8 @@ from typing import Any
 
 from nybble import costs
 from nybble.errors import BadInput, Unsupported
-from nybble.planner import predict
+from nybble.formats.spec import IntFormat
+from nybble.planner import granularity, predict
 from nybble.planner.lines import line_for
 from nybble.planner.machines import TABLE, Machine
 from nybble.planner.shapes import Linear, Model
@@ -24,7 +25,8 @@ from nybble.quantize.schemes import Scheme, scheme
 ORIGINAL = "bf16"
 DEFAULT_SCHEMES = (
     "W8A16", "FP8A16", "MXFP8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8",
-    "W4A16", "W4A16_ASYM", "NVFP4A16", "MXFP4A16", "W4A8", "W4A4", "NVFP4", "MXFP4",
+    "W4A16", "W4A16_ASYM", "NVFP4A16", "MXFP4A16",
+    "W4A8", "W4A8_CHANNEL", "W4A4", "W4A4_CHANNEL", "NVFP4", "MXFP4",
 )  # fmt: skip
 """What is compared unless asked otherwise: formats of 8 and 4 bits that survey's default rows also hold."""
 
@@ -86,6 +88,8 @@ class Plan:
         verdicts: one a phase.
         layers: linear -> the scheme of the model's plan.
         sentence: what that plan gains.
+        groups: integer schemes with groups -> the shortest group that this machine can afford (granularity.py), or
+            None where only scales of whole rows pay.
     """
 
     target: str
@@ -97,6 +101,7 @@ class Plan:
     verdicts: tuple[Verdict, ...]
     layers: dict[str, str]
     sentence: str
+    groups: dict[str, int | None]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -159,7 +164,20 @@ def make(
     able = [name for name in names if size[name] + cache <= limit]
     verdicts = tuple(v for phase in ("decode", "prefill") if (v := _verdict(phase, rows, able)) is not None)
     layers, sentence = _mixed(model, machine, sorted(set(tokens)), names, limit - cache - 2 * model.kept)
-    return Plan(model.name, machine.as_dict(), rows, size, cache, int(limit), verdicts, layers, sentence)
+    groups = _groups(machine, names) if max(tokens) > DECODE_TOKENS else {}
+    return Plan(model.name, machine.as_dict(), rows, size, cache, int(limit), verdicts, layers, sentence, groups)
+
+
+def _groups(machine: Machine, names: Sequence[str]) -> dict[str, int | None]:
+    """For schemes that multiply integers under grouped scales, the shortest group worth having here."""
+    found: dict[str, int | None] = {}
+    for row in (scheme(name) for name in names if name != ORIGINAL):
+        integers = row.activation is not None and all(
+            isinstance(fmt.element, IntFormat) for fmt in (row.weight, row.activation)
+        )
+        if integers and row.weight.block[1] is not None and {"int4", "int8"} & set(machine.units):
+            found[row.name] = granularity.choose(machine)
+    return found
 
 
 def speedups(

@@ -61,6 +61,7 @@ def closing(plan: Plan) -> list[str]:
     """What stands under the table."""
     used = f"{plan.cache_bytes / 2**30:.2f} GiB of keys and values; {plan.budget / 2**30:.1f} GiB to fill"
     mixed = [f"model: {plan.sentence}"] if plan.sentence else []
+    mixed += [_grain(plan)] if plan.groups else []
     measured = plan.machine["measured"]
     origin = f"measured: {', '.join(f'{k} ({v})' for k, v in measured.items())}" if measured else "peaks of the table"
     meaning = "Predictions bound the best kernel"
@@ -68,6 +69,16 @@ def closing(plan: Plan) -> list[str]:
         meaning = "Times hold what our linears were measured to add; > and < mark bounds where that is not known"
     rates = f"rates of {plan.machine['name']}: {origin}. {meaning}; linears only; `nybble survey` measures quality."
     return [used, *(verdict.sentence for verdict in plan.verdicts), *mixed, rates]
+
+
+def _grain(plan: Plan) -> str:
+    """Which groups integer products can afford."""
+    shortest = next(iter(plan.groups.values()))
+    worth = f"{shortest} columns or more" if shortest else "a whole row"
+    return (
+        f"groups: {', '.join(plan.groups)} rescale on scalar units; here that takes less time than "
+        f"the products for groups of {worth} (planner/granularity.py)."
+    )
 
 
 Seconds = Callable[[str, int], float]
