@@ -117,7 +117,7 @@ def test_a_plan_says_which_groups_the_machine_can_afford(name: str, group: int |
     found = plan.make(llama(), row, [1, 2048], ["W4A4", "W4A8_CHANNEL", "W8A8", "W4A16", "NVFP4"])
     assert found.groups == {"W4A4": group}
     assert found.groups["W4A4"] == granularity.choose(row)
-    assert any("groups: W4A4" in line and name in line for line in report.closing(found))
+    assert any("groups: W4A4" in line for line in report.closing(found))
     assert plan.make(llama(), row, [1], ["W4A4"]).groups == {}
 
 
