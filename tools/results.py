@@ -163,8 +163,8 @@ def mixed(record: Record) -> str:
     ]
     first = ["original", f"{record['original']:.2f}", "0", "100 %"]
     return (
-        f"SmolLM2-135M, weights rounded to nearest but for GPTQ ({where(record)}): the last {record['tokens']} tokens of "
-        "the survey's text. *hadamard* rotates the inputs of every linear; *channel* is one scale a channel and a "
+        f"SmolLM2-135M, weights rounded to nearest but for GPTQ ({where(record)}): the last {record['tokens']} tokens "
+        "of the survey's text. *hadamard* rotates the inputs of every linear; *channel* is one scale a channel and a "
         "token.\n\n"
         f"{table(['scheme', 'perplexity', 'KL', 'same top-1'], [first, *body])}"
     )
