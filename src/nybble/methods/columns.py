@@ -121,12 +121,12 @@ def groups(order: Tensor, width: int) -> Iterator[tuple[int, int, int]]:
 
 def ordered(diagonal: Tensor, width: int, by_weight: bool) -> Tensor:
     """The order of columns, int64 [K]: as they lie, or groups and columns within them by falling diag(H)."""
-    k = len(diagonal)
-    if not by_weight:
-        return torch.arange(k, device=diagonal.device)
-    runs = [torch.arange(a, min(a + width, k), device=diagonal.device) for a in range(0, k, width)]
-    runs.sort(key=lambda run: -float(diagonal[run].mean()))
-    return torch.cat([run[diagonal[run].argsort(descending=True, stable=True)] for run in runs])
+    k, weight = len(diagonal), diagonal.cpu()  # one wait for the device in place of one a group
+    runs = [torch.arange(a, min(a + width, k)) for a in range(0, k, width)]
+    if by_weight:
+        runs.sort(key=lambda run: -float(weight[run].mean()))
+        runs = [run[weight[run].argsort(descending=True, stable=True)] for run in runs]
+    return torch.cat(runs).to(diagonal.device) if runs else torch.arange(k, device=diagonal.device)
 
 
 def errors(target: Target, columns: Tensor, upper: Tensor, scale: Tensor, zero: Tensor | None) -> Iterator[Run]:

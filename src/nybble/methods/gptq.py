@@ -44,7 +44,7 @@ class Config:
 
     rule: str | None = None
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     absorb: bool = True
 
 

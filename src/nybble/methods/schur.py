@@ -60,7 +60,7 @@ class Config:
     window: int = 4
     steps: int = 3
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
     absorb: bool = True
 
 
