@@ -182,7 +182,7 @@ def test_an_unreadable_text_is_refused(tmp_path: object) -> None:
 @pytest.mark.parametrize("scheme", [None, "W8A16", "W4A16_G32", "NVFP4A16", "W8A8"])
 def test_the_runner_equals_the_whole_forward(model: nn.Module, windows: list[torch.Tensor], scheme: str | None) -> None:
     changed = model if scheme is None else quantize_(copy.deepcopy(model), scheme)
-    speeds = decode.race({"original": model, "other": changed}, windows[0][:7], tokens=6, rounds=2)
+    speeds = decode.race({"original": model, "other": changed}, windows[0][:7], tokens=6, rounds=2, limit=600)
     assert set(speeds) == {"original", "other"}
     for speed in speeds.values():
         assert speed.tokens == 12

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Unsupported
+from nybble.models.steps import Steps
 from nybble.ops import QuantLinear
 from nybble.ops.decode_attention import decode_attention
 from nybble.ops.linear import linear
@@ -102,7 +103,7 @@ def _fused_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-class Runner:
+class Runner(Steps):
     """Greedy decoding of one batch of equally long sequences.
 
     Args:
@@ -143,7 +144,6 @@ class Runner:
         self.tokens = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self.logits = torch.empty((batch, config.vocab_size), dtype=dtype, device=device)
         self._wants_graph = device.type == "cuda" if graph is None else graph
-        self._graph: torch.cuda.CUDAGraph | None = None
         self.length = 0
 
     @staticmethod
@@ -201,7 +201,6 @@ class Runner:
         return o.transpose(1, 2).reshape(batch, length, -1)
 
     def _step(self) -> None:
-        """One token a sequence: the pending token goes in at `position`, the next one becomes pending."""
         self.tokens.index_copy_(1, self.position.long(), self.token[:, None])
         x = torch.nn.functional.embedding(self.token, self.embedding)
         residual: Tensor | None = None
@@ -215,46 +214,6 @@ class Runner:
         self.logits.copy_(self.head(_norm(self.final_norm, x, residual)[0]))
         self.token.copy_(self.logits.argmax(-1))
         self.position.add_(1)
-
-    @torch.no_grad()
-    def step(self) -> Tensor:
-        """Put the pending token in and return the logits [batch, V] after it (a buffer that the next step reuses)."""
-        if self.length == 0:
-            raise BadInput("prefill a prompt first")
-        if self.length >= self.capacity:
-            raise BadInput(f"the cache is full: {self.capacity} tokens")
-        if self._wants_graph and self._graph is None:
-            self._capture()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._step()
-        self.length += 1
-        return self.logits
-
-    def decode(self, count: int) -> Tensor:
-        """`count` greedy tokens after what is in the cache, int64 [batch, count]; nothing waits for the device."""
-        start = self.length
-        for _ in range(count):
-            self.step()
-        return self.tokens[:, start : start + count]
-
-    def _capture(self) -> None:
-        """Record a step. Warming up runs it for real, so the state that it changes is put back afterwards."""
-        kept = [(t, t.clone()) for t in (self.token, self.position, self.tokens, self.logits)]
-        side = torch.cuda.Stream(self.token.device)
-        side.wait_stream(torch.cuda.current_stream(self.token.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step()
-                self.position.copy_(kept[1][1])
-        torch.cuda.current_stream(self.token.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        for tensor, value in kept:
-            tensor.copy_(value)
-        self._graph = graph
 
 
 def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

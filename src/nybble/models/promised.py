@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from nybble.errors import BadInput, UnknownName
 from nybble.models import projections
+from nybble.models.steps import Steps
 from nybble.ops._declare import Promise
 from nybble.ops._promise import ORDER, promise
 from nybble.ops.attention_exact import attention_exact
@@ -36,7 +37,7 @@ Trace = Callable[[str, Tensor], None]
 """Told of every op in the order they run: "layers.0.mlp.down_proj (linear_exact)" and its result [tokens, ...]."""
 
 
-class PromisedRunner:
+class PromisedRunner(Steps):
     """Decoding and whole sequences of a Llama-family model under a promise.
 
     Args:
@@ -86,7 +87,6 @@ class PromisedRunner:
             raise BadInput(f"{batch} sequences take as many seeds, got {len(given)}")
         self._draw = None if temperature is None else _heat_and_seeds(temperature, given, device)
         self._wants_graph = device.type == "cuda" if graph is None else graph
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def _allocate(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -131,30 +131,11 @@ class PromisedRunner:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Put the pending token in and return the logits [batch, V] after it (a buffer that the next step reuses)."""
-        if self.length == 0:
-            raise BadInput("prefill a prompt first")
-        if self.length >= self.capacity:
-            raise BadInput(f"the cache is full: {self.capacity} tokens")
+        """As Steps has it, under the promise."""
         with promise(self.promise):
-            if self._wants_graph and self._graph is None:
-                self._capture()
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._step()
-        self.length += 1
-        return self.logits
-
-    def decode(self, count: int) -> Tensor:
-        """`count` tokens after what is in the cache, int64 [batch, count]; nothing waits for the device."""
-        start = self.length
-        for _ in range(count):
-            self.step()
-        return self.tokens[:, start : start + count]
+            return super().step()
 
     def _step(self) -> None:
-        """One token a sequence: the pending token goes in at `position`, the next one becomes pending."""
         self.tokens.scatter_(1, self.position.long()[:, None], self.token[:, None])
         x = self._forward(self.token, self.rows, self.position)
         self.logits.copy_(self._project(self.head, x))
@@ -205,27 +186,6 @@ class PromisedRunner:
         if self.trace is not None:
             self.trace(name, result)
         return result
-
-    def _capture(self) -> None:
-        """Record a step. Warming up runs it for real, so the state that it changes is put back afterwards."""
-        kept = [(t, t.clone()) for t in (self.token, self.position, self.tokens, self.logits)]
-
-        def restore() -> None:
-            for tensor, value in kept:
-                tensor.copy_(value)
-
-        side = torch.cuda.Stream(self.token.device)
-        side.wait_stream(torch.cuda.current_stream(self.token.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step()
-                restore()
-        torch.cuda.current_stream(self.token.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        restore()
-        self._graph = graph
 
 
 def _heat_and_seeds(temperature: float, seeds: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
