@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from nybble.planner import split
 
 SHARES = tuple(i / 20 for i in range(13))
-ROUNDS = 20
+ROUNDS = 40
 WITHIN, NEVER_BELOW = 1.03, 0.98
 
 
