@@ -23,8 +23,9 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.ops._choose import choose
-from nybble.ops._declare import Agreement, Cost, Implementation, Op
+from nybble.ops._declare import Cost
 from nybble.ops._exact.arithmetic import DTYPES, check_dtype, exp, lane_sum, narrow, single
+from nybble.ops._exact.declare import exact_op
 
 SPLIT, DOT_LANES, VALUE_LANES = 64, 8, 4
 _CHUNK = 1 << 22  # products held at a time
@@ -129,13 +130,4 @@ def cost(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, positions: T
     return Cost(4.0 * group * k_cache.numel(), 2.0 * k_cache.numel() * k_cache.element_size())
 
 
-ATTENTION_EXACT = Op(
-    name="attention_exact",
-    reference=attention_exact_reference,
-    agreement=Agreement(dict.fromkeys(DTYPES, 0.0)),
-    cases=cases,
-    cost=cost,
-    homes={"cuda": "nybble.ops.attention_exact.cuda"},
-    fallback=Implementation("attention_exact_torch", attention_exact_reference, lambda *args: None, native=True),
-    promise="cross-machine",
-)
+ATTENTION_EXACT = exact_op("attention_exact", attention_exact_reference, cases, cost, "nybble.ops.attention_exact.cuda")

@@ -10,16 +10,14 @@ once, the squares summed in LANES lanes (_exact/arithmetic.py). A row's bits dep
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.ops import rmsnorm
 from nybble.ops._choose import choose
-from nybble.ops._declare import Agreement, Implementation, Op
-from nybble.ops._exact.arithmetic import DTYPES, check_dtype, lane_sum, narrow, sqrt
+from nybble.ops._exact.arithmetic import check_dtype, lane_sum, narrow, sqrt
+from nybble.ops._exact.declare import exact_op
 
 LANES = 256
 
@@ -59,17 +57,6 @@ def add_rmsnorm_exact_reference(
     return narrow(weight.to(torch.float32) * scaled, dtype), h
 
 
-def _supports(*args: Any) -> str | None:
-    return None
-
-
-ADD_RMSNORM_EXACT = Op(
-    name="add_rmsnorm_exact",
-    reference=add_rmsnorm_exact_reference,
-    agreement=Agreement(dict.fromkeys(DTYPES, 0.0)),
-    cases=rmsnorm.cases,
-    cost=rmsnorm.cost,
-    homes={"cuda": "nybble.ops.rmsnorm_exact.cuda"},
-    fallback=Implementation("add_rmsnorm_exact_torch", add_rmsnorm_exact_reference, _supports, native=True),
-    promise="cross-machine",
+ADD_RMSNORM_EXACT = exact_op(
+    "add_rmsnorm_exact", add_rmsnorm_exact_reference, rmsnorm.cases, rmsnorm.cost, "nybble.ops.rmsnorm_exact.cuda"
 )

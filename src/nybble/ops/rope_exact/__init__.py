@@ -19,8 +19,9 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.ops._choose import choose
-from nybble.ops._declare import Agreement, Cost, Implementation, Op
+from nybble.ops._declare import Cost
 from nybble.ops._exact.arithmetic import DTYPES, check_dtype, narrow
+from nybble.ops._exact.declare import exact_op
 from nybble.ops.rope_exact.tables import rope_tables
 
 __all__ = ["ROPE_CACHE_EXACT", "rope_cache_exact_", "rope_tables"]
@@ -93,13 +94,4 @@ def cost(qkv: Tensor, *rest: Tensor) -> Cost:
     return Cost(3.0 * qkv.numel(), 2.0 * qkv.numel() * qkv.element_size())
 
 
-ROPE_CACHE_EXACT = Op(
-    name="rope_cache_exact_",
-    reference=rope_cache_exact_reference,
-    agreement=Agreement(dict.fromkeys(DTYPES, 0.0)),
-    cases=cases,
-    cost=cost,
-    homes={"cuda": "nybble.ops.rope_exact.cuda"},
-    fallback=Implementation("rope_cache_exact_torch", rope_cache_exact_reference, lambda *args: None, native=True),
-    promise="cross-machine",
-)
+ROPE_CACHE_EXACT = exact_op("rope_cache_exact_", rope_cache_exact_reference, cases, cost, "nybble.ops.rope_exact.cuda")

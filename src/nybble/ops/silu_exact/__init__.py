@@ -14,8 +14,8 @@ from torch import Tensor
 from nybble.errors import BadInput
 from nybble.ops import silu_mul
 from nybble.ops._choose import choose
-from nybble.ops._declare import Agreement, Implementation, Op
-from nybble.ops._exact.arithmetic import DTYPES, check_dtype, exp, narrow
+from nybble.ops._exact.arithmetic import check_dtype, exp, narrow
+from nybble.ops._exact.declare import exact_op
 
 
 def silu_mul_exact(x: Tensor) -> Tensor:
@@ -37,13 +37,6 @@ def silu_mul_exact_reference(x: Tensor) -> Tensor:
     return narrow(silu * up, x.dtype)
 
 
-SILU_MUL_EXACT = Op(
-    name="silu_mul_exact",
-    reference=silu_mul_exact_reference,
-    agreement=Agreement(dict.fromkeys(DTYPES, 0.0)),
-    cases=silu_mul.cases,
-    cost=silu_mul.cost,
-    homes={"cuda": "nybble.ops.silu_exact.cuda"},
-    fallback=Implementation("silu_mul_exact_torch", silu_mul_exact_reference, lambda *args: None, native=True),
-    promise="cross-machine",
+SILU_MUL_EXACT = exact_op(
+    "silu_mul_exact", silu_mul_exact_reference, silu_mul.cases, silu_mul.cost, "nybble.ops.silu_exact.cuda"
 )
