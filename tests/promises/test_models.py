@@ -210,6 +210,19 @@ def test_another_instruction_set_and_more_threads_give_the_same_bits(tmp_path: P
     assert "the same bits" in run.stdout
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "W8A16", "W4A16_G64"])
+def test_the_committed_fingerprints_of_two_machines_are_the_same(scheme: str) -> None:
+    """SmolLM2-135M, 256 greedy tokens, made on a CPU and on an H200 (benchmarks/promises_model.py)."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    here, there = (
+        fingerprint.read(results / where / "fingerprints" / f"smollm2-135m-{scheme}.json") for where in ("cpu", "h200")
+    )
+    assert fingerprint.difference(here, there) == ""
+    assert here.pop("machine") != there.pop("machine")
+    assert here == there
+    assert len(here["tokens"]) == 256
+
+
 def test_a_fingerprint_of_a_quantized_model_knows_its_bits() -> None:
     one, other = nybble.quantize_(tiny(), "W8A16"), nybble.quantize_(tiny(), "W4A16")
     known = fingerprint.make(one, IDS[0], 2)
