@@ -19,6 +19,7 @@ from nybble.formats import table
 from nybble.ops.linear import LINEAR, triton_scaled
 from nybble.ops.linear.triton_scaled import INTERPRETED, NEVER_RUN, decode, emulated_refusal, significant
 from nybble.quantize import QuantTensor
+from nybble.quantize.layouts import DENSE
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "ue5m3fp4")
 INSTRUCTIONS = {100: r"tcgen05\.mma\.\S*kind::mxf4\S*block_scale", 120: r"mma\.sync\.\S*kind::mxf4\S*block_scale"}
@@ -88,12 +89,30 @@ def check_decoded(name: str, device: str) -> None:
     assert torch.equal(decode(q).to(torch.float32), expected), "exact in bfloat16"
 
 
+def check_every_code(name: str, device: str) -> None:
+    """Every scale over every element, infinities and NaN included, where the product is a bfloat16 at all."""
+    fmt = table.block(name)
+    columns, elements = fmt.block[1] or 1, fmt.element.codes
+    codes = (torch.arange(-(-elements // columns) * columns) % elements).repeat(256, 1).to(torch.uint8)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, codes.shape[1] // columns)
+    q = QuantTensor(fmt, tuple(codes.shape), DENSE.pack(codes, fmt.element.bits), scale).to(device)
+    expected = q.dequantize(torch.float32)
+    exact = (expected.to(torch.bfloat16) == expected) | expected.isnan()
+    if device == "cpu":  # Triton's interpreter makes zeros of small bfloat16
+        exact &= (expected.abs() >= torch.finfo(torch.bfloat16).smallest_normal) | (expected == 0) | expected.isnan()
+    assert exact.float().mean() > 0.9, "the others have no float32, or no bfloat16, of their size"
+    got = decode(q).to(torch.float32)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got[exact].nan_to_num(nan=0.5), expected[exact].nan_to_num(nan=0.5))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_operands_are_exact_in_bf16(name: str) -> None:
     assert 0 < significant(table.block(name)) <= 8
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU, and do not take tensors of the CPU")
     check_decoded(name, "cpu")
+    check_every_code(name, "cpu")
 
 
 def test_emulated_products_agree_on_every_case_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +133,7 @@ def test_emulated_products_agree_on_every_case_they_take(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", FORMATS)
 def test_operands_are_exact_in_bf16_on_a_gpu(name: str) -> None:
     check_decoded(name, "cuda")
+    check_every_code(name, "cuda")
     q = operand(name, "cuda")
     q.scale[2] = 0x7F if table.block(name).scale.name == "e4m3" else 0xFF
     assert decode(q)[2].isnan().all()

@@ -80,7 +80,8 @@ KERNELS[f"{SCALED}:_block_scaled_kernel"] = (
 KERNELS[f"{SCALED}:_decode_kernel"] = (
     {"codes": "*u8", "scale": "*u8", "y": "*bf16",
      **dict.fromkeys(("columns", "code_bytes", "scale_columns", "chunks"), "i32")},
-    {"BITS": 4, "E_MANTISSA": 1, "E_BIAS": 1, "S_MANTISSA": 3, "S_BIAS": 7, "S_NAN": 0x7F, "BLOCK": 16, "P": 1024},
+    {"BITS": 4, "E_SIGN": 3, "E_MANTISSA": 1, "E_BIAS": 1, "E_MOST": 7, "E_INF": -1,
+     "S_SIGN": 7, "S_MANTISSA": 3, "S_BIAS": 7, "S_MOST": 0x7E, "S_INF": -1, "BLOCK": 16, "P": 1024},
 )  # fmt: skip
 KERNELS[PRODUCER] = producer("int8_token", 1, 32, (1024, 512, 128))
 PRODUCERS = [

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nybble.formats import exact
 from nybble.formats.spec import BlockFormat, FloatFormat
 from nybble.formats.table import BF16, E2M1, E4M3, E8M0, FP32
 from nybble.ops._declare import Implementation
@@ -68,10 +67,20 @@ def _block_scaled_kernel(
 
 
 @triton.jit
+def _value(code, SIGN: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr, INF: tl.constexpr):
+    """The values of codes with a sign at bit SIGN: finite up to the magnitude MOST, infinite at INF, NaN beyond."""
+    magnitude = code & ((1 << SIGN) - 1)
+    value = float_value(magnitude, MANTISSA, BIAS)
+    value = tl.where(magnitude > MOST, tl.where(magnitude == INF, float("inf"), float("nan")), value)
+    return tl.where(code >> SIGN == 1, -value, value)
+
+
+@triton.jit
 def _decode_kernel(
     codes, scale, y, columns, code_bytes, scale_columns, chunks,
-    BITS: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr,
-    S_NAN: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
+    BITS: tl.constexpr, E_SIGN: tl.constexpr, E_MANTISSA: tl.constexpr, E_BIAS: tl.constexpr, E_MOST: tl.constexpr,
+    E_INF: tl.constexpr, S_SIGN: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MOST: tl.constexpr,
+    S_INF: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """y[rows, K] = element * block scale, exact in y's dtype."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -83,13 +92,11 @@ def _decode_kernel(
     stored = tl.load(scale + row * scale_columns + at // BLOCK, inside, 0).to(tl.int32)
     if S_MANTISSA == 0:
         bits = tl.where(stored == 0, _SUBNORMAL_POWER, stored << _MANTISSA)
-        e = bits.to(tl.float32, bitcast=True)
+        e = tl.where(stored > S_MOST, float("nan"), bits.to(tl.float32, bitcast=True))
     else:
-        e = float_value(stored, S_MANTISSA, S_BIAS)
-    e = tl.where(stored == S_NAN, float("nan"), e)
-    sign = code >> (BITS - 1)
-    value = float_value(code & (2 ** (BITS - 1) - 1), E_MANTISSA, E_BIAS) * e
-    tl.store(y + row * columns + at, tl.where(sign == 1, -value, value).to(y.dtype.element_ty), inside)
+        e = _value(stored, S_SIGN, S_MANTISSA, S_BIAS, S_MOST, S_INF)
+    value = _value(code, E_SIGN, E_MANTISSA, E_BIAS, E_MOST, E_INF) * e
+    tl.store(y + row * columns + at, value.to(y.dtype.element_ty), inside)
 
 
 def significant(fmt: BlockFormat) -> int:
@@ -112,10 +119,15 @@ def decode(q: QuantTensor) -> Tensor:
     chunks = -(-columns // _DECODED)
     _decode_kernel[(rows * chunks,)](
         q.codes, q.scale, y, columns, q.codes.shape[-1], q.scale.shape[-1], chunks,
-        element.bits, element.mantissa_bits, element.bias, scale.mantissa_bits, scale.bias,
-        exact.encode(scale, float("nan")), fmt.block[1] or columns, _DECODED,
+        element.bits, *_codes(element), *_codes(scale), fmt.block[1] or columns, _DECODED,
     )  # fmt: skip
     return y
+
+
+def _codes(fmt: FloatFormat) -> tuple[int, int, int, int, int]:
+    """What `_value` has to know: the bit of the sign, mantissa bits, bias, the largest finite magnitude, infinity."""
+    infinity = fmt.max_code + 1 if fmt.specials == "ieee" else -1
+    return fmt.magnitude_bits, fmt.mantissa_bits, fmt.bias, fmt.max_code, infinity
 
 
 def emulated_refusal(x: Tensor, w: QuantTensor, activation: BlockFormat | None) -> str | None:
