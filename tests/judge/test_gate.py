@@ -39,6 +39,24 @@ def test_what_is_wrong_is_not(flaw: str, tmp_path: Path) -> None:
         admit("linear", f"{tmp_path}/near.py:near", "cpu", ["nvfp4-a16"])
 
 
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        ("k, v", ""),
+        ("k.clone(), v", "input 3 was left as it was"),
+        ("v, k", "but not to what the reference makes of it"),
+    ],
+)
+def test_what_is_written_in_place_is_asked_for(caches: str, reason: str, tmp_path: Path) -> None:
+    source = "from nybble.ops.rope_cache import rope_cache_\ndef own(qkv, cos, sin, k, v, position):\n"
+    (tmp_path / "own.py").write_text(f"{source}    return rope_cache_(qkv, cos, sin, {caches}, position)\n")
+    if not reason:
+        assert admit("rope_cache", f"{tmp_path}/own.py:own", "cpu").correct
+        return
+    with pytest.raises(Mismatch, match=reason):
+        admit("rope_cache", f"{tmp_path}/own.py:own", "cpu")
+
+
 def test_cases_that_do_not_exist() -> None:
     with pytest.raises(BadInput, match="declares no case that begins with 'int5'"):
         admit("linear", "nybble.ops.linear:linear", "cpu", ["int5"])

@@ -48,6 +48,17 @@ def test_the_evidence_can_be_followed(verdict_on: Callable[..., Verdict]) -> Non
     assert f"--seed {verdict.seed}" in verdict.text()
 
 
+def test_a_file_without_a_name_lies_in_its_folder(verdict_of: Callable[..., Verdict]) -> None:
+    """Compilers keep their output in such files; Linux opens them by the name of the folder."""
+    head = "import tempfile\nimport torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
+    own = verdict_of(
+        f"{head}        with tempfile.TemporaryFile():\n            return a @ b\n", checks=["as_given", "files"]
+    )
+    assert own.correct, own.text()
+    other = verdict_of(f"{head}        with tempfile.TemporaryFile(dir='/var/tmp'):\n            return a @ b\n")
+    assert not other.correct
+
+
 def test_text_json_and_page_agree(verdict_of: Callable[..., Verdict]) -> None:
     head = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, a, b):\n"
     source = head + "        raise ValueError('<script>')\n"

@@ -1,4 +1,4 @@
-"""a b for 1024 x 1024 matrices."""
+"""a b for 2048 x 2048 matrices."""
 
 import torch
 
@@ -9,4 +9,4 @@ class Model(torch.nn.Module):
 
 
 def get_inputs() -> list[torch.Tensor]:
-    return [torch.randn(1024, 1024), torch.randn(1024, 1024)]
+    return [torch.randn(2048, 2048), torch.randn(2048, 2048)]

@@ -84,7 +84,7 @@ def record_opens(events: int, known: Iterable[str]) -> None:
         if not writes and name.startswith(quick) and ".." not in name:
             return
         path = real(name)
-        if not path.startswith(inside):
+        if not f"{path}{os.sep}".startswith(inside):  # a file without a name is opened by its folder's (O_TMPFILE)
             write(events, f"{'write' if writes else 'read'} {path}\n".encode())
 
     sys.addaudithook(hook)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nybble.errors import BadInput
 from nybble.judge.agreement import Budget
-from nybble.judge.problem import Case, Expected, Problem, finite, seed_of
+from nybble.judge.problem import Case, Expected, Problem, finite, same, seed_of
 from nybble.ops._declare import Op
 
 PREFIX = "op:"
@@ -79,7 +79,7 @@ class OpProblem(Problem):
 
     def expect(self, case: Case) -> Expected | None:
         """The reference's result, with the op's own agreement as the budget."""
-        given = tuple(v.to(self.device) if isinstance(v, Tensor) else copy.deepcopy(v) for v in case.inputs)
+        given = tuple(v.to(self.device, copy=True) if isinstance(v, Tensor) else copy.deepcopy(v) for v in case.inputs)
         try:
             result: Any = self.op.reference(*given)
             size = self.op.size(*given)
@@ -88,8 +88,11 @@ class OpProblem(Problem):
         outputs = list(result) if isinstance(result, list | tuple) else [result]
         if not all(finite(v) for v in outputs):
             return None
-        budgets = [self._budget(v, size) for v in outputs]
-        return Expected(budgets, list(case.inputs), {}, isinstance(result, list | tuple))
+        budgets, after = [self._budget(v, size) for v in outputs], [_home(v) for v in given]
+        touched = frozenset(
+            i for i, v in enumerate(after) if isinstance(v, Tensor) and not same(v, case.inputs[i].cpu())
+        )
+        return Expected(budgets, after, {}, isinstance(result, list | tuple), touched)
 
     def _budget(self, reference: Tensor, size: float) -> Budget:
         norm = float(reference.double().norm())

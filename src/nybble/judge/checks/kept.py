@@ -28,19 +28,17 @@ def run(trial: Trial) -> Iterator[Finding]:
         return
     trial.answer(case, "kept")
     for number, (before, now) in enumerate(zip(case.inputs, trial.fetch("kept"), strict=True)):
-        if not isinstance(before, Tensor) or same(before, now):
+        if not isinstance(before, Tensor):
             continue
         if number not in expected.touched:
-            yield Finding(
-                "kept",
-                "cheating",
-                f"input {number} was changed by the call; the reference leaves it",
-                _first(before, now),
-            )
+            if not same(before, now):
+                what = f"input {number} was changed by the call; the reference leaves it"
+                yield Finding("kept", "cheating", what, _first(before, now))
+        elif same(before, now):
+            yield Finding("kept", "wrong", f"input {number} was left as it was; the reference changes it in place")
         elif complaint(now, budget(expected.after[number].double(), expected.after[number])):
-            yield Finding(
-                "kept", "wrong", f"input {number} is changed in place, but not to what the reference makes of it"
-            )
+            what = f"input {number} is changed in place, but not to what the reference makes of it"
+            yield Finding("kept", "wrong", what, _first(expected.after[number], now))
     if not trial.candidate.ask("fences")[0]["hold"]:
         yield Finding("kept", "wrong", "bytes beside an input were overwritten: the kernel writes out of bounds")
     weights = trial.fetch("state")
