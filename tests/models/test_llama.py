@@ -6,8 +6,11 @@ from torch import nn
 
 import nybble
 from nybble.errors import BadInput, Unsupported
+from nybble.models import fed
 from nybble.models.llama import Runner, fuse, refusal
 from nybble.ops import QuantLinear
+from nybble.ops.linear import linear
+from nybble.quantize import QuantTensor, schemes
 from nybble.quantize.tensor import concatenate, split_rows
 
 transformers = pytest.importorskip("transformers", reason="the definition of the model")
@@ -52,6 +55,31 @@ def test_llama3_rotary_positions_and_tied_head() -> None:
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A16", "NVFP4A16", "MXFP4", "FP8_BLOCK"])
 def test_agrees_with_transformers_when_quantized(scheme: str) -> None:
     agree(nybble.quantize_(tiny(), scheme))
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "MXFP4", "FP8_DYNAMIC"])
+def test_norms_and_gates_hand_over_codes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs where a GPU multiplies codes; here the product is made of its definition."""
+    given: list[str] = []
+
+    def product(a: QuantTensor, w: QuantTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        given.append(a.format.name)
+        return linear(a.dequantize(), w, bias)
+
+    monkeypatch.setattr(fed, "takes_codes", lambda x, w, bias, activation: activation is not None)
+    monkeypatch.setattr(fed, "product", product)
+    agree(nybble.quantize_(tiny(), scheme), steps=2)
+    projections, layers, forwards = 3, 2, 3
+    assert given == [schemes.scheme(scheme).activation.name] * (projections * layers * forwards)
+
+
+def test_a_layer_with_hooks_gets_its_input_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fed, "takes_codes", lambda *args: True)
+    layer = QuantLinear(nybble.quantize(torch.ones(8, 64), "int8_channel"), None, nybble.formats.get("int8_token"))
+    seen: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    fed.gated(layer, torch.ones(2, 128))
+    assert [x.shape for x in seen] == [(2, 64)]
 
 
 def test_a_second_prompt_starts_afresh() -> None:

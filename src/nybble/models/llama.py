@@ -6,14 +6,15 @@ takes a transformers model as the definition and its modules' weights as they ar
 
     add_rmsnorm -> [q k v] -> rope_cache_ -> decode_attention -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
 
-with the projections in brackets fused along N. On a GPU the whole step, argmax included, is captured once and
-replayed; the position lives in device memory, so that nothing depends on the host. Elsewhere the same code runs
-step by step. Fused weights replace those of the model's modules, which become views of them: nothing is held twice.
+with the projections in brackets fused along N, and with norms and gates that make codes where the linear after them
+multiplies codes (fed.py). On a GPU the whole step, argmax included, is captured once and replayed; the position lives
+in device memory, so that nothing depends on the host. Elsewhere the same code runs step by step. Fused weights replace
+those of the model's modules, which become views of them: nothing is held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Unsupported
+from nybble.models.fed import Projection, gated, normed
 from nybble.models.steps import Steps
 from nybble.ops import QuantLinear
 from nybble.ops.decode_attention import decode_attention
-from nybble.ops.linear import linear
-from nybble.ops.rmsnorm import add_rmsnorm
 from nybble.ops.rope_cache import rope_cache_
-from nybble.ops.silu_mul import silu_mul
 from nybble.quantize.tensor import concatenate, split_rows
 
 FAMILY = ("llama", "mistral", "qwen2")
-Projection = Callable[[Tensor], Tensor]
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -85,7 +83,8 @@ def fuse(modules: Sequence[nn.Module]) -> Projection:
     for module, part in zip(quantized, split_rows(whole, [m.out_features for m in quantized]), strict=True):
         if part is not None:
             module.set_weight(part)
-    return lambda x: linear(x, whole, bias, first.activation, first.activation_amax)
+    parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return QuantLinear(whole, parameter, first.activation, first.activation_amax)
 
 
 def _fuse_linears(modules: list[nn.Linear]) -> Projection:
@@ -174,12 +173,12 @@ class Runner(Steps):
         x = torch.nn.functional.embedding(tokens, self.embedding)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = _norm(layer.input_norm, x, residual)
-            x = layer.o(self._attend(layer.qkv(x), index))
-            x, residual = _norm(layer.post_norm, x, residual)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
+            x = layer.o(self._attend(qkv, index))
+            x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
+            x = gated(layer.down, x)
         last = None if residual is None else residual[:, -1]
-        self.logits.copy_(self.head(_norm(self.final_norm, x[:, -1], last)[0]))
+        self.logits.copy_(normed(self.head, self.final_norm, x[:, -1], last)[0])
         self.length = length
         self.tokens[:, :length] = tokens
         self.token.copy_(self.logits.argmax(-1))
@@ -205,19 +204,15 @@ class Runner(Steps):
         x = torch.nn.functional.embedding(self.token, self.embedding)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = _norm(layer.input_norm, x, residual)
+            qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
             k_cache, v_cache = self.k_cache[index], self.v_cache[index]
-            q = rope_cache_(layer.qkv(x), self.cos, self.sin, k_cache, v_cache, self.position)
+            q = rope_cache_(qkv, self.cos, self.sin, k_cache, v_cache, self.position)
             x = layer.o(decode_attention(q, k_cache, v_cache, self.position).view(self.batch, -1))
-            x, residual = _norm(layer.post_norm, x, residual)
-            x = layer.down(silu_mul(layer.gate_up(x)))
-        self.logits.copy_(self.head(_norm(self.final_norm, x, residual)[0]))
+            x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
+            x = gated(layer.down, x)
+        self.logits.copy_(normed(self.head, self.final_norm, x, residual)[0])
         self.token.copy_(self.logits.argmax(-1))
         self.position.add_(1)
-
-
-def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    return add_rmsnorm(x, residual, module.weight, module.variance_epsilon)
 
 
 def _turned(z: Tensor) -> Tensor:

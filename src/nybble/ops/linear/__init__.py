@@ -10,9 +10,9 @@ that a graph holds one opaque node whatever the format.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -61,6 +61,23 @@ def linear(
         )  # fmt: skip
     check(x, w, bias)
     return choose(LINEAR, x.device.type, x, w, bias, fmt, activation_amax).run(x, w, bias, fmt, activation_amax)
+
+
+def takes_codes(x: Tensor, w: QuantTensor, bias: Tensor | None, activation: BlockFormat | None) -> bool:
+    """Whether `linear` on these arguments would quantize x token by token and multiply the codes: whoever makes x may
+    then make its codes (ops/quantize_rows), and call `product`."""
+    if activation is None or activation.block[0] != 1 or x.device.type != "cuda":
+        return False
+    from nybble.ops.linear import gpu
+
+    return choose(LINEAR, x.device.type, x, w, bias, activation, None).name in gpu.KERNELS
+
+
+def product(a: QuantTensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
+    """a w^T + bias for an input that is quantized already, in a.dtype; see gpu.py's `product`."""
+    from nybble.ops.linear import gpu
+
+    return gpu.product(a, w, bias)
 
 
 def check(x: Tensor, w: QuantTensor, bias: Tensor | None) -> None:
@@ -150,7 +167,7 @@ def cases(
     every other time, x contiguous, strided and offset in turn."""
     generator = torch.Generator().manual_seed(0)
     pairs = [(name, None) for name in CASE_FORMATS] + list(CASE_ACTIVATIONS.items())
-    for number, ((name, activation), (m, n, k)) in enumerate(product(pairs, CASE_SHAPES)):
+    for number, ((name, activation), (m, n, k)) in enumerate(itertools.product(pairs, CASE_SHAPES)):
         dtype = dtypes[number % len(dtypes)]
         w = quantize(torch.randn(n, k, generator=generator), name).to(device)
         wide = torch.randn(m, 2 * k + 1, generator=generator).to(device, dtype)
@@ -191,4 +208,4 @@ LINEAR = Op(
 
 from nybble.ops.linear.module import QuantLinear  # noqa: E402 - the module calls `linear`
 
-__all__ = ["LINEAR", "QuantLinear", "linear"]
+__all__ = ["LINEAR", "QuantLinear", "linear", "product", "takes_codes"]

@@ -22,7 +22,7 @@ from nybble.ops.linear import cuda, narrow, narrow_cuda, narrow_torch, narrow_tu
 from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor, quantize
 
-_KERNELS: dict[str, ModuleType] = {
+KERNELS: dict[str, ModuleType] = {
     "linear_narrow_torch": narrow_torch,
     "linear_narrow_cuda_sm90": narrow_cuda,
     "linear_narrow_triton": triton,
@@ -48,8 +48,8 @@ def product(a: QuantTensor, w: QuantTensor, bias: Tensor | None = None, dtype: t
     if a.shape[-1] != w.shape[1]:
         raise BadInput(f"product: the input is {a.shape} and the weight [N, K] = {w.shape}, which differ in K")
     p = _problem(a.shape, w, a.format, dtype or a.dtype, a.device)
-    reasons = {name: _refusal(kernel, p) for name, kernel in _KERNELS.items()}
-    for name, kernel in _KERNELS.items():
+    reasons = {name: _refusal(kernel, p) for name, kernel in KERNELS.items()}
+    for name, kernel in KERNELS.items():
         if reasons[name] is None:
             return _run(kernel, a, w, bias, p)
     raise Unsupported("no kernel takes this product", {name: reason or "" for name, reason in reasons.items()})
@@ -58,7 +58,7 @@ def product(a: QuantTensor, w: QuantTensor, bias: Tensor | None = None, dtype: t
 def describe(name: str, x: Tensor, w: QuantTensor, activation: BlockFormat) -> str:
     """The plans of the implementation called `name` for a call of linear: which one runs, and what was measured."""
     p = _problem(tuple(x.shape), w, activation, x.dtype, x.device)
-    return narrow_tune.describe(_KERNELS[name], p, torch.cuda.get_device_name(x.device))
+    return narrow_tune.describe(KERNELS[name], p, torch.cuda.get_device_name(x.device))
 
 
 def _refusal(kernel: ModuleType, p: narrow.Problem) -> str | None:
@@ -102,7 +102,7 @@ def _implementation(name: str, kernel: ModuleType) -> Implementation:
 
 
 IMPLEMENTATIONS = (
-    *(_implementation(name, kernel) for name, kernel in _KERNELS.items()),
+    *(_implementation(name, kernel) for name, kernel in KERNELS.items()),
     *triton_scaled.IMPLEMENTATIONS,
     *cuda.IMPLEMENTATIONS,
 )
