@@ -120,8 +120,12 @@ def test_survey(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((place / "survey" / store.RESULT).read_text())
     assert found["recommendation"]["reason"] in shown
     assert "\x1b" not in shown
-    assert ran(*asked, "--schemes", "W8A16") == 0
-    assert "(kept from an earlier run)" in capsys.readouterr().out
+    assert "in float32; tok/s" in shown, "what it was measured in is said"
+    assert "multiplies NVFP4" not in shown
+    assert ran(*asked, "--schemes", "NVFP4A16", "--explain") == 0
+    shown = capsys.readouterr().out
+    assert "(kept from an earlier run)" in shown
+    assert "\nNVFP4A16: emulated: linear_" in shown
     assert "holds another survey (seed: 0 there, 1 here)" in refusal(capsys, *asked, "--seed", "1")
 
 
@@ -135,6 +139,7 @@ def test_quantize_generate_evaluate(place: Path, capsys: pytest.CaptureFixture[s
     assert ran("evaluate", "w4", "--reference", "model", *asked) == 0
     shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert 0.001 < float(shown["KL"].split()[0]) < 10
+    assert shown["activations"] == "float32 on cpu"
     assert float(shown["perplexity"]) != float(shown["reference"])
     assert ran("evaluate", "model", *asked) == 0
     assert "KL" not in capsys.readouterr().out

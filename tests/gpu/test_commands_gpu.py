@@ -27,6 +27,7 @@ def test_survey(place: Path) -> None:
     schemes = ["W8A16", "W4A16", "W4A16_G32", "NVFP4A16", "MXFP4A16", "NVFP4", "W8A8", "FP8_DYNAMIC", "W2A16"]
     assert main(["survey", str(place / "model"), "--schemes", ",".join(schemes), *options]) == 0
     found = json.loads((out / "survey.json").read_text())
+    assert found["reference"]["quality_dtype"] == found["reference"]["decode_dtype"] == "bfloat16", "float32 on disk"
     rows = {row["scheme"]: row for row in found["rows"]}
     assert list(rows) == schemes
     for name, row in rows.items():
@@ -44,7 +45,7 @@ def test_quantize_generate_evaluate(place: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     shown = []
     for device in ("cuda", "cpu"):
-        options = ["--device", device, "--tokens", "400", "--text", str(place / "text.txt")]
+        options = ["--device", device, "--dtype", "float32", "--tokens", "400", "--text", str(place / "text.txt")]
         assert main(["evaluate", out, "--reference", str(place / "model"), *options]) == 0
         words = capsys.readouterr().out.replace(",", "").split()
         shown.append([float(word) for word in words if word.replace(".", "", 1).isdigit()])

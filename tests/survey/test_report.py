@@ -113,6 +113,14 @@ def test_the_page_says_everything_and_escapes_it() -> None:
     assert content.count('<tr class="chosen"') == 1
 
 
+def test_nothing_is_planned_for_what_was_emulated() -> None:
+    native, emulated = (replace(row, expected=3.21) for row in (rows(2)[1], rows(2)[0]))
+    both = report.page(replace(result(2), rows=[native, emulated]))
+    assert both.count("3.21</td>") == 1
+    assert both.count("a native kernel is planned at 3.21x") == 1
+    assert len(plot.draw(replace(result(2), rows=[native, emulated])).axes[1].get_lines()[0].get_xdata()) == 1
+
+
 def test_speeds_of_a_busy_machine_are_called_unsteady() -> None:
     assert "busy" not in report.page(result(3)).split("<svg")[0]
     noisy = replace(result(3), rows=[replace(row, busy=row.scheme == "SCHEME_1") for row in rows(3)])

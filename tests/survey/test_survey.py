@@ -201,12 +201,40 @@ def test_the_planners_expectation_stands_beside_the_measurement(
         raise Unsupported("not in the table")
 
     monkeypatch.setattr(here, "machine", machine)
-    (row,) = survey(request(place, f"planned {known}", schemes=("W8A16",)), Watch()).rows
+    row, emulated = survey(request(place, f"planned {known}", schemes=("W8A16", "NVFP4")), Watch()).rows
+    assert (row.path, emulated.path) == ("native", "emulated")
     head, *inside = reversed([m for m in tiny.llama().modules() if isinstance(m, torch.nn.Linear)])
     sizes = [(linear.out_features, linear.in_features) for linear in inside]
     kept = [(head.out_features, head.in_features)]
     expected = plan.speedups(sizes, TABLE["epyc-2c"], ["W8A16"], kept=kept)["W8A16"]
-    assert row.expected == (pytest.approx(expected) if known else None)
+    assert row.expected == row.planned == (pytest.approx(expected) if known else None)
+    assert row.reason == row.why
+    assert emulated.planned is None, "no native kernel ran, and of those alone something is expected"
+    assert ("a native kernel is planned at" in emulated.reason) == known
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_the_expectation_is_of_the_dtype_that_ran(
+    place: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, itemsize: int
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(here, "machine", lambda cpu=False: TABLE["epyc-2c"])
+    monkeypatch.setattr(plan, "speedups", lambda *args: asked.append(args[-1]) or {})
+    (row,) = survey(request(place, f"expected in {dtype}", schemes=("W8A16",), dtype=dtype), Watch()).rows
+    assert (row.dtype, asked) == (dtype, [(itemsize, itemsize)])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_gpu_is_surveyed_in_sixteen_bits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is float32 on disk; a CPU stands in for the GPU, but for the choice."""
+    judged = run.precision.judged
+    monkeypatch.setattr(run.precision, "judged", lambda device, *rest: judged("cuda", *rest))
+    found = survey(request(place, "as on a gpu", schemes=("W8A16",), dtype="auto"), Watch())
+    assert found.original.quality_dtype == "bfloat16"
+    assert "bfloat16" in (place / "as on a gpu" / store.PAGE).read_text(encoding="utf-8")
+    wide = survey(request(place, "wide", schemes=("W8A16",), dtype="float32"), Watch())
+    assert (wide.original.quality_dtype, wide.rows[0].dtype) == ("float32", "float32")
 
 
 @pytest.mark.usefixtures("quick")

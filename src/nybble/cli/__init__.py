@@ -22,6 +22,7 @@ from nybble.errors import NybbleError, UnknownName
 STOPPED = 130
 MODEL = "a Hugging Face directory, a .gguf file, or smollm2-135m"
 _DTYPES = ("float32", "bfloat16", "float16")
+_ON_GPU = "on a GPU the model's own if it has 16 bits, else bfloat16"
 _PROMISES = ("run-to-run", "batch-invariant", "cross-machine")
 
 
@@ -113,13 +114,14 @@ def _add_survey(p: _Parser) -> None:
     p.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on (default: Python's own help topics)")
     _add_device(p)
     p.add_argument("--dtype", default="auto", choices=("auto", *_DTYPES),
-                   help="of quality and speed; auto: on a CPU float32 for quality and the original's faster dtype for "
-                        "speed, on a GPU the model's own")  # fmt: skip
+                   help=f"of quality and speed; auto: {_ON_GPU}; on a CPU float32 for quality and the original's "
+                        "faster dtype for speed")  # fmt: skip
     p.add_argument("--seed", type=int, default=0, help="for methods that draw numbers (default: 0)")
     p.add_argument("-o", "--out", type=Path, default=Path(), metavar="DIR", help="for results (default: this folder)")
     p.add_argument("--max-kl", type=_positive, help="worst KL to recommend, nats a token (default: 0.02)")
     p.add_argument("--max-bytes", type=_size, help="largest size to recommend: 120MB, 1.5GB, or bytes (default: any)")
     p.add_argument("--force", action="store_true", help="start over, replacing a survey in DIR")
+    p.add_argument("--explain", action="store_true", help="say of each scheme what serves it, or why nothing native")
     p.set_defaults(run=_late("nybble.cli.models", "survey"))
 
 
@@ -154,7 +156,9 @@ def _add_generate(p: _Parser) -> None:
     p.add_argument("prompt", help="text to continue")
     p.add_argument("--tokens", type=_count, default=64, help="at most so many new ones (default: 64)")
     _add_device(p)
-    p.add_argument("--dtype", choices=_DTYPES, help="of activations (default: the model's own)")
+    p.add_argument("--dtype", choices=_DTYPES,
+                   help=f"of activations (default: {_ON_GPU}; on a CPU the model's own; with a promise, whose bits must "
+                        "not depend on the device, the model's own, bfloat16 for .gguf)")  # fmt: skip
     p.add_argument("--promise", choices=_PROMISES, help="about equal bits; refused where it cannot be kept")
     p.add_argument("--temperature", type=_positive, help="draw tokens, by --seed and nothing else (default: greedy)")
     p.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
@@ -182,7 +186,8 @@ def _add_evaluate(p: _Parser) -> None:
     p.add_argument("--tokens", type=_count, default=4096, help="of the text's end (default: 4096)")
     p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Python's own help topics)")
     _add_device(p)
-    p.add_argument("--dtype", choices=_DTYPES, default="float32", help="of activations (default: float32)")
+    p.add_argument("--dtype", choices=_DTYPES,
+                   help=f"of activations (default, as a survey: {_ON_GPU}; on a CPU float32)")  # fmt: skip
     p.set_defaults(run=_late("nybble.cli.models", "evaluate"))
 
 

@@ -6,11 +6,15 @@ import argparse
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nybble.cli import STOPPED
 from nybble.cli.console import Plain
 from nybble.errors import BadInput
 from nybble.machine import find_device
+
+if TYPE_CHECKING:
+    from nybble.survey import Result
 
 
 def hush() -> None:
@@ -36,8 +40,6 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     from nybble.survey import DEFAULT_SCHEMES, Request
     from nybble.survey import survey as run
     from nybble.survey.live import Screen
-    from nybble.survey.rows import busy_note
-    from nybble.survey.store import PAGE, RESULT
 
     hush()
     names = [name for part in options.schemes or DEFAULT_SCHEMES for name in part.split(",") if name]
@@ -57,6 +59,14 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     )
     with Screen(console) as screen:
         result = run(request, screen)
+    _conclude(result, options, console)
+
+
+def _conclude(result: Result, options: argparse.Namespace, console: Plain) -> None:
+    """What is said below the table."""
+    from nybble.survey.rows import busy_note
+    from nybble.survey.store import PAGE, RESULT
+
     original, advice = result.original, result.recommendation
     console.print(
         f"\nKL: nats a token to the original, in {original.quality_dtype}; tok/s: one sequence, the original in "
@@ -64,6 +74,8 @@ def _survey(options: argparse.Namespace, console: Plain) -> None:
     )  # fmt: skip
     if note := busy_note(result.rows):
         console.print(f"\n{note}", soft_wrap=True)
+    if options.explain:
+        console.print("\n" + "\n".join(f"{row.label}: {row.path}: {row.reason}" for row in result.rows), soft_wrap=True)
     if advice is not None:
         console.print(f"\nrecommended: {advice.label}\n{advice.reason}", soft_wrap=True)
     console.print(f"\nwritten: {options.out / RESULT}, {options.out / PAGE}", soft_wrap=True)
@@ -81,12 +93,14 @@ def evaluate(options: argparse.Namespace) -> None:
     """Perplexity, and KL and agreement where there is an original to compare with."""
     import torch
 
-    from nybble.models import load, load_tokenizer, text
+    from nybble.models import load, load_tokenizer, precision, text
     from nybble.models.evaluate import by_definition, reference
     from nybble.models.evaluate import evaluate as measure
 
     hush()
-    content, device, dtype = text.read_text(options.text), find_device(options.device), getattr(torch, options.dtype)
+    content, device = text.read_text(options.text), find_device(options.device)
+    asked = getattr(torch, options.dtype) if options.dtype else None
+    dtype = precision.judged(device.type, precision.stored(options.model), asked)
     ids = text.encode(load_tokenizer(options.model), content)
     windows = text.split(ids, options.tokens, 1024, content.name)
     original = None
@@ -99,6 +113,7 @@ def evaluate(options: argparse.Namespace) -> None:
         quality = measure(model, windows, original)
     console = Plain()
     console.print(f"text        {content.name}; last {options.tokens} tokens", soft_wrap=True)
+    console.print(f"activations {str(dtype).removeprefix('torch.')} on {device.type}")
     console.print(f"perplexity  {quality.perplexity:.4f}")
     if original is not None:
         console.print(f"reference   {original.quality.perplexity:.4f}")

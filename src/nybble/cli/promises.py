@@ -25,7 +25,7 @@ def generate(options: argparse.Namespace) -> None:
 
     heat = options.temperature
     pick = promised.greedy if heat is None else promised.drawn(heat, options.seed)
-    model = _load(options, options.dtype, halve=options.promise is not None)
+    model = _load(options, options.dtype) if options.promise else _deployed(options)
     tokenizer = load_tokenizer(options.model)
     with promise(options.promise) if options.promise else nullcontext():
         for piece in continuation(model, tokenizer, options.prompt, options.tokens, pick):
@@ -57,13 +57,25 @@ def fingerprint(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(options: argparse.Namespace, dtype: str | None, halve: bool = True) -> nn.Module:
-    """The model; a .gguf file, whose tensors are dequantized, in bfloat16 if nothing else is said and `halve`."""
+def _deployed(options: argparse.Namespace) -> nn.Module:
+    """The model in the dtype in which one runs it on this device."""
+    import torch
+
+    from nybble.models import load, precision
+
+    hush()
+    device, asked = find_device(options.device), getattr(torch, options.dtype) if options.dtype else None
+    return load(options.model, device, precision.deployed(device.type, precision.stored(options.model), asked))
+
+
+def _load(options: argparse.Namespace, dtype: str | None) -> nn.Module:
+    """The model as a promise takes it, the same on every device: its own dtype, bfloat16 for a .gguf file, whose
+    tensors are dequantized."""
     import torch
 
     from nybble.models import load, resolve
 
     hush()
-    if dtype is None and halve and resolve(options.model).kind == "gguf":
+    if dtype is None and resolve(options.model).kind == "gguf":
         dtype = "bfloat16"
     return load(options.model, find_device(options.device), getattr(torch, dtype) if dtype else None)

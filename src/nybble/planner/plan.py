@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -112,8 +113,10 @@ class Plan:
         return self.weight_bytes[name] + self.cache_bytes <= self.budget
 
 
-def of_linear(m: int, n: int, k: int, name: str, machine: Machine) -> predict.Prediction:
+def of_linear(m: int, n: int, k: int, name: str, machine: Machine, itemsize: int | None = None) -> predict.Prediction:
     """The prediction for one linear under a scheme ("bf16" for the original).
+
+    `itemsize` is that of x in bytes; None takes 2 where the machine has 16-bit products. Lines hold for that alone.
 
     Raises:
         BadInput: a size that is not positive.
@@ -121,13 +124,13 @@ def of_linear(m: int, n: int, k: int, name: str, machine: Machine) -> predict.Pr
     """
     if min(m, n, k) < 1:
         raise BadInput(f"M = {m}, N = {n}, K = {k}: a shape has to be positive")
-    found = predict.best(_routes(m, n, k, name, machine), machine, f"run {name}")
-    line = line_for(machine.lines, name, m)
+    usual = 2 if "bf16" in machine.units else 4
+    found = predict.best(_routes(m, n, k, name, itemsize or usual), machine, f"run {name}")
+    line = line_for(machine.lines, name, m) if itemsize in (None, usual) else None
     return found if line is None else replace(found, seconds=line.at(found.roofline), from_line=True)
 
 
-def _routes(m: int, n: int, k: int, name: str, machine: Machine) -> tuple[costs.Route, ...]:
-    itemsize = 2 if "bf16" in machine.units else 4
+def _routes(m: int, n: int, k: int, name: str, itemsize: int) -> tuple[costs.Route, ...]:
     if name == ORIGINAL:
         return costs.routes("linear", m, n, k, None, None, itemsize)
     row = scheme(name)
@@ -182,7 +185,7 @@ def _groups(machine: Machine, names: Sequence[str]) -> dict[str, int | None]:
 
 def speedups(
     sizes: Iterable[tuple[int, int]], machine: Machine, schemes: Iterable[str], m: int = 1,
-    kept: Iterable[tuple[int, int]] = (),
+    kept: Iterable[tuple[int, int]] = (), itemsizes: tuple[int | None, int | None] = (None, None),
 ) -> dict[str, float]:  # fmt: skip
     """What to expect of linears that were counted elsewhere (survey shows it beside what it measures).
 
@@ -192,16 +195,23 @@ def speedups(
         schemes: which; those that the machine refuses are left out.
         m: tokens at once.
         kept: [N, K] of linears that run as they are under every scheme (a model's head).
+        itemsizes: of x in bytes, the original's and the schemes'; see `of_linear`.
 
     Returns:
         scheme -> the original's time over its own, linears only.
     """
-    linears = tuple(Linear(f"{n}x{k}", n, k, count) for (n, k), count in Counter(sizes).items())
-    rows = _rows(Model("linears", linears), machine, m, [ORIGINAL, *(scheme(name).name for name in schemes)])
-    seconds = {row.scheme: row.seconds for row in rows if row.seconds is not None}
-    beside = sum(of_linear(m, n, k, ORIGINAL, machine).seconds for n, k in kept)
-    base = seconds.pop(ORIGINAL) + beside
-    return {name: base / (own + beside) for name, own in seconds.items()}
+    inside, beside, found = Counter(sizes), Counter(kept), dict[str, float]()
+
+    def seconds(name: str, itemsize: int | None) -> float:
+        of = [(name, *shape, count) for shape, count in inside.items()]
+        of += [(ORIGINAL, *shape, count) for shape, count in beside.items()]
+        return sum(count * of_linear(m, n, k, one, machine, itemsize).seconds for one, n, k, count in of)
+
+    base = seconds(ORIGINAL, itemsizes[0])
+    for name in (scheme(one).name for one in schemes):
+        with suppress(Unsupported):
+            found[name] = base / seconds(name, itemsizes[1])
+    return found
 
 
 def weight_bytes(model: Model, name: str) -> int:

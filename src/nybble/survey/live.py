@@ -26,7 +26,7 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.top1, ".1%"),
         _number(row.tokens_per_second, ".1f"),
         _number(row.speedup, ".2f"),
-        _number(row.expected, ".2f"),
+        _number(row.planned, ".2f"),
         row.path if row.path != "refused" else f"refused: {row.why.splitlines()[0]}",
     )
 

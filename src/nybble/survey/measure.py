@@ -1,8 +1,9 @@
 """Measuring a scheme: quality by definition, bytes as stored, speed against the original in the same minute.
 
-Quality is computed in one dtype for every scheme (float32 on a CPU). The original's speed is that of the dtype in
-which it decodes fastest here, since that is what a scheme has to beat; a scheme decodes in the same dtype unless only
-another one has a native implementation. The weights are quantized once, so that they are the same in all.
+Quality is computed in one dtype, the original's included: on a GPU the 16 bits in which one deploys, on a CPU float32
+(models/precision.py). The original's speed is that of the dtype in which it decodes fastest here, since that is what a
+scheme has to beat; a scheme decodes in the same dtype unless only another one has a native implementation. The weights
+are quantized once, so that they are the same in all.
 
 Copies of the model share every parameter with the original; quantizing replaces modules and touches no weight.
 """
@@ -185,7 +186,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         busy=machine.busy(),
         window_path=window_path,
         quantize_seconds=quantized - begin,
-        expected=expect.speedup(bench.model, scheme, _IGNORE),
+        expected=expect.speedup(bench.model, scheme, _IGNORE, bench.original.decode_dtype, dtype),
         **speeds,
     )
 

@@ -89,16 +89,16 @@ def _legend(axes: Any, result: Result) -> None:
 
 def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
     timed = sorted((row for row in rows if row.speedup is not None), key=lambda row: row.speedup or 0)
-    width = 1.18 * max([1.0, *(max(row.speedup or 0, row.expected or 0) for row in timed)])
+    width = 1.18 * max([1.0, *(max(row.speedup or 0, row.planned or 0) for row in timed)])
     for place, row in enumerate(timed):
         native = row.path == "native"
         face, hatch = (_BLUE, None) if native else ("white", "////")
         axes.barh(place, row.speedup, color=face, edgecolor=_BLUE, hatch=hatch, height=0.66, linewidth=1)
-        end, mark = row.speedup or 0, row.expected or 0
+        end, mark = row.speedup or 0, row.planned or 0
         end = mark + 0.02 * width if -0.02 * width < mark - end < 0.16 * width else end  # the label beyond the diamond
         axes.text(end, place, f" {row.speedup:.2f}x", va="center", fontsize=9, zorder=4,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})  # fmt: skip
-    planned = [(row.expected, place) for place, row in enumerate(timed) if row.expected is not None]
+    planned = [(row.planned, place) for place, row in enumerate(timed) if row.planned is not None]
     if planned:
         axes.plot(*zip(*planned, strict=True), "D", color=_GREY, markersize=4.5, zorder=5, label="planned")
         axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.985), fontsize=9, handletextpad=0.1, frameon=False)
@@ -133,7 +133,8 @@ def _label(axes: Any, rows: Sequence[Row]) -> None:
             line = back.transform([point, end])
             axes.plot(line[:, 0], line[:, 1], color=_GREY, linewidth=0.7, zorder=2, scalex=False, scaley=False)
         where = back.transform((x, y + height / 2))
-        axes.annotate(text.get_text(), where, fontsize=9, va="center", zorder=5, annotation_clip=False)
+        axes.annotate(text.get_text(), where, fontsize=9, va="center", zorder=5, annotation_clip=False,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.85})  # fmt: skip
 
 
 def _name(row: Row) -> str:

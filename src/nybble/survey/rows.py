@@ -96,7 +96,8 @@ class Original(_Plain):
         tokens_per_second: decoding, in `decode_dtype`.
         bytes: of all weights at 16 bits.
         bits_per_weight: 16.
-        quality_dtype, decode_dtype: what was computed in; on a CPU the faster of float32 and bfloat16 decodes.
+        quality_dtype, decode_dtype: what was computed in (models/precision.py); on a CPU the faster of float32 and
+            bfloat16 decodes.
         parameters: how many.
         linears: how many nn.Linear a scheme quantizes.
     """
@@ -128,7 +129,7 @@ class Row(_Plain):
         why: which implementation serves, or why it is emulated or refused.
         decode_error: how far the timed logits were from the definition's.
         seconds: what the row took to measure, of which quantizing took `quantize_seconds`.
-        expected: the speedup that the planner predicts of the best kernel (survey/expect.py).
+        expected: the speedup that the planner predicts of the best native kernel (survey/expect.py).
         busy: whether others used the machine while speed was measured, so that it is unsteady.
     """
 
@@ -150,6 +151,17 @@ class Row(_Plain):
     window_path: Service | None = None
     quantize_seconds: float | None = None
     expected: float | None = None
+
+    @property
+    def planned(self) -> float | None:
+        """What was expected of the speedup; None where no native kernel ran, of which alone something is expected."""
+        return self.expected if self.path == "native" else None
+
+    @property
+    def reason(self) -> str:
+        """`why`, and what a native kernel was expected to do where none ran."""
+        missed = self.planned is None and self.expected is not None
+        return f"{self.why}; a native kernel is planned at {self.expected:.2f}x" if missed else self.why
 
     @property
     def label(self) -> str:

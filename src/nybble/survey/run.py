@@ -15,7 +15,7 @@ from torch import nn
 from nybble import machine
 from nybble.errors import BadInput, UnknownName
 from nybble.methods.compose import plan
-from nybble.models import load, load_tokenizer, resolve
+from nybble.models import load, load_tokenizer, precision, resolve
 from nybble.models import text as texts
 from nybble.quantize.schemes import scheme as find_scheme
 from nybble.survey import measure, report
@@ -38,7 +38,7 @@ class Request:
         tokens: how many of the text's last tokens quality is measured on.
         text: a UTF-8 file, or None for the default text.
         device: "cpu", "cuda", "cuda:1"; None takes a GPU where there is one.
-        dtype: "auto", or a key of DTYPES for quality and speed alike.
+        dtype: "auto" (models/precision.py), or a key of DTYPES for quality and speed alike.
         seed: of methods that draw numbers.
         out: the folder for results.
         max_kl, max_bytes: limits for the recommendation.
@@ -148,10 +148,9 @@ def _bench(
     ids = texts.encode(load_tokenizer(request.model), text)
     texts.split(ids, request.tokens, WINDOW, text.name)  # a text that is too short is found before the model is read
     display.step("loading the model")
-    wanted = DTYPES.get(request.dtype) or (torch.float32 if device.type == "cpu" else None)
-    model = load(request.model, device, wanted)
+    dtype = precision.judged(device.type, precision.stored(request.model), DTYPES.get(request.dtype))
+    model = load(request.model, device, dtype)
     window = min(WINDOW, _positions(model))
-    dtype = next(model.parameters()).dtype
     choices = [dtype] if request.dtype != "auto" or device.type != "cpu" else [torch.float32, torch.bfloat16]
     windows = texts.split(ids, request.tokens, window, text.name)
     few, many = (
