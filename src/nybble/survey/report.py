@@ -20,8 +20,8 @@ _GGUF = (
     "weights expanded, and every scheme rounds those."
 )
 _NOISE = (
-    " Both run in 16 bits and round apart, so that what is nearly equal looks 0.002 further off than in float32 (seen with "
-    "SmolLM2-135M)."
+    " Both run in 16 bits and round apart, so that what is nearly equal looks 0.002 further off than in float32 "
+    "(seen with SmolLM2-135M)."
 )
 
 
