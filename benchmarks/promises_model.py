@@ -131,7 +131,7 @@ def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, 
         record[f"batch-invariant {scheme}"] = str(verdict)
         if scheme == "bf16":
             record["batches"] = batches(here, prompt, options.tokens)
-            stock = verify_promise(here, "none", prompt[:1], BATCHES)
+            stock = verify_promise(here, "none", prompt, BATCHES)
             record["stock"] = str(stock)
             print(f"stock torch: {'NO DIFFERENCE FOUND' if stock.holds else 'differs, as it should'}\n{stock}")
     if process is not None:

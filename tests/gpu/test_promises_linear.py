@@ -153,11 +153,16 @@ def test_a_hundred_repeats_with_competition(op: str) -> None:
 
 
 def test_stock_torch_fails_the_same_tests() -> None:
-    w, x = weight(4096, 4096, torch.bfloat16), scattered(64, 4096, dtype=torch.bfloat16, seed=10).cuda()
     stock: Callable[[Tensor, Tensor], Tensor] = torch.nn.functional.linear
-    whole = stock(x, w)
-    assert not all(same_bits(whole[i], stock(x[i : i + 1], w)[0]) for i in range(64)), "a batch"
-    assert not same_bits(whole, stock(x.cpu(), w.cpu())), "another machine"
+    found = {"alone": 0, "another machine": 0}
+    for n, k in ((576, 1536), (4096, 4096), (4096, 14336)):
+        w, x = weight(n, k, torch.bfloat16), scattered(33, k, dtype=torch.bfloat16, seed=10).cuda()
+        alone, ours = (torch.cat([run(x[i : i + 1], w) for i in range(33)]) for run in (stock, linear_invariant))
+        for m in range(2, 34):
+            found["alone"] += not same_bits(stock(x[:m], w), alone[:m])
+            assert same_bits(linear_invariant(x[:m], w), ours[:m]), f"[{n}, {k}], M = {m}"
+        found["another machine"] += not same_bits(stock(x, w), stock(x.cpu(), w.cpu()))
+    assert all(found.values()), found
 
 
 @pytest.mark.parametrize("implementation", LINEAR_INVARIANT.implementations("cuda"), ids=lambda i: i.name)

@@ -12,7 +12,8 @@ can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def verify_promise(
         prompt: int64 [T], None takes random tokens.
         batches: sizes to try, each at least 2. The prompt stands first, in the middle and last of each.
         repeats: how often the prompt alone is run again.
-        steps: tokens decoded one by one and then compared with reading them at once.
+        steps: tokens decoded one by one and then compared with reading them at once; with "none" the prompt's own
+            tokens are, unless this is 0.
         recorded: a fingerprint of another machine (its file or its content), for "cross-machine".
 
     Returns:
@@ -116,7 +118,9 @@ def verify_promise(
             for place in places:
                 row = {name: result[place : place + 1] for name, result in beside.items()}
                 checks.append(Check(f"row {place} of {batch}", first_difference(alone, row)))
-        if promise != "none" and steps:
+        if steps and promise == "none":
+            checks.append(Check("token by token, and read at once", first_difference(alone, _stock_steps(model, ids))))
+        elif steps:
             checks.append(_steps(model, promise, ids, steps))
     unchecked: tuple[str, ...] = ()
     if promise == "cross-machine":
@@ -158,27 +162,43 @@ def _stock(model: nn.Module) -> Callable[[Tensor], Seen]:
     """Whole sequences through transformers' own forward, the result of every module with weights kept."""
 
     def observe(tokens: Tensor) -> Seen:
-        seen: Seen = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, result: Any) -> None:
-                first = result[0] if isinstance(result, tuple) else result
-                if isinstance(first, Tensor) and first.shape[:2] == tokens.shape:
-                    seen[f"{name} ({type(module).__name__})"] = first.detach().cpu()
-
-            return hook
-
-        weighted = ((name, m) for name, m in model.named_modules() if name and any(True for _ in m.parameters()))
-        hooks = [module.register_forward_hook(keep(name)) for name, module in weighted]
-        try:
-            with torch.no_grad():
-                model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with _watched(model, tuple(tokens.shape)) as seen, torch.no_grad():
+            model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False)
         return seen
 
     return observe
+
+
+def _stock_steps(model: nn.Module, ids: Tensor) -> Seen:
+    """The same of one sequence token by token, through transformers' own cache."""
+    past, parts = None, []
+    for token in ids.to(next(model.parameters()).device):
+        with _watched(model, (1, 1)) as seen, torch.no_grad():
+            past = model(input_ids=token.view(1, 1), past_key_values=past, use_cache=True).past_key_values
+        parts.append(seen)
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+
+
+@contextmanager
+def _watched(model: nn.Module, shape: tuple[int, ...]) -> Iterator[Seen]:
+    """Meanwhile, every result that starts with these sizes of a module with weights is kept."""
+    seen: Seen = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            first = result[0] if isinstance(result, tuple) else result
+            if isinstance(first, Tensor) and first.shape[:2] == shape:
+                seen[f"{name} ({type(module).__name__})"] = first.detach().cpu()
+
+        return hook
+
+    weighted = ((name, m) for name, m in model.named_modules() if name and any(True for _ in m.parameters()))
+    hooks = [module.register_forward_hook(keep(name)) for name, module in weighted]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _steps(model: nn.Module, promise: Promise, ids: Tensor, steps: int) -> Check:
