@@ -157,7 +157,7 @@ def _add_generate(p: _Parser) -> None:
     p.add_argument("--tokens", type=_count, default=64, help="at most so many new ones (default: 64)")
     _add_device(p)
     p.add_argument("--dtype", choices=_DTYPES,
-                   help=f"of activations (default: {_ON_GPU}; on a CPU the model's own; with a promise the model's own, "
+                   help=f"of activations (default: {_ON_GPU}; on a CPU the model's own; with a promise its own, or "
                         "bfloat16 for .gguf, on every device)")  # fmt: skip
     p.add_argument("--promise", choices=_PROMISES, help="about equal bits; refused where it cannot be kept")
     p.add_argument("--temperature", type=_positive, help="draw tokens, by --seed and nothing else (default: greedy)")
