@@ -109,8 +109,8 @@ def _together(device: torch.device) -> Iterator[tuple[int, torch.device]]:
     import torch
     from torch import distributed
 
-    if str(device) == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if str(device) == "cuda":  # processes beyond the GPUs there are share them
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     distributed.init_process_group("gloo")  # what is exchanged are codes, in main memory
     try:
         yield distributed.get_rank(), device

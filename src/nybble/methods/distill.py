@@ -20,7 +20,7 @@ Master weights are float32. After the last step they are rounded by rtn, on the 
 codes written are those that were simulated. Scales over a tensor are shared among fused projections as everywhere.
 Activation scales of formats with two levels are measured on each call while training.
 
-A step costs about three forward passes more than the teacher's one, and the rounding of every weight; memory is that
+A step costs about three forward passes more than the teacher's one, and one rounding of every weight; memory is that
 of training: 16 bytes a weight beyond the model (master, gradient, two moments), or those of A and B and one layer's
 gradient.
 
@@ -44,7 +44,8 @@ from nybble.methods import rtn
 from nybble.methods.calibrate import Batch, call
 from nybble.methods.layer import Layer
 from nybble.methods.select import fused_groups
-from nybble.ops.linear.reference import round_activation
+from nybble.ops.quantize_rows import quantize_rows
+from nybble.quantize import QuantTensor
 from nybble.quantize.rounding import uniform
 from nybble.quantize.schemes import Scheme
 
@@ -145,11 +146,13 @@ def fit(
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
     losses = []
-    with torch.enable_grad(), simulating(linears, trained, replace(scheme, activation=activation)):
+    simulated = replace(scheme, activation=activation)
+    with torch.enable_grad():
         for step, batch in enumerate(_order(batches, config)):
             with torch.no_grad():
                 target = _logits(call(teacher, batch))
-            loss = divergence(target, _logits(call(model, batch)))
+            with simulating(linears, trained, simulated):
+                loss = divergence(target, _logits(call(model, batch)))
             losses.append(float(loss.detach()))
             if not torch.isfinite(loss.detach()):
                 raise BadInput(f"distill: the loss is {losses[-1]} at step {step + 1}: a smaller lr may help")
@@ -165,12 +168,14 @@ def fit(
 
 @contextmanager
 def simulating(linears: Mapping[str, nn.Linear], trained: Mapping[str, Trained], scheme: Scheme) -> Iterator[None]:
-    """Within this context the linears compute with rounded weights and inputs."""
+    """Within this context the linears compute with rounded inputs, and with their weights as rounded when it began."""
     try:
         for names in fused_groups(linears):
-            for name in names:
-                group = [trained[other] for other in names]
-                linears[name].__dict__["forward"] = _Simulated(name, linears[name], trained[name], group, scheme)
+            weights = [trained[name].weight() for name in names]
+            fed = _Fed(scheme.activation, len(names))
+            for name, weight, rounded in zip(names, weights, _rounded(names, weights, scheme), strict=True):
+                used = straight_through(weight, rounded)
+                linears[name].__dict__["forward"] = _Simulated(used, linears[name].bias, fed)
         yield
     finally:
         for linear in linears.values():
@@ -179,34 +184,65 @@ def simulating(linears: Mapping[str, nn.Linear], trained: Mapping[str, Trained],
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A linear's forward pass while training."""
+    """A linear's forward pass while training: its weight as rounded, and what rounds its inputs."""
 
-    name: str
-    linear: nn.Linear
-    trained: Trained
-    group: Sequence[Trained]
-    scheme: Scheme
+    weight: Tensor
+    bias: Tensor | None
+    fed: _Fed
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.trained.weight()
-        return torch.nn.functional.linear(
-            _round_input(x, self.scheme.activation), straight_through(weight, self._rounded(weight)), self.linear.bias
-        )
-
-    def _rounded(self, weight: Tensor) -> Tensor:
-        with torch.no_grad():
-            others = [one.weight() for one in self.group if one is not self.trained]
-            amax = torch.stack([w.abs().amax().to(torch.float32) for w in (weight, *others)]).amax()
-            layer = Layer(self.name, weight.detach(), self.scheme, amax)
-            return rtn.apply(layer, rtn.Config()).dequantize(weight.dtype)
+        return torch.nn.functional.linear(self.fed(x), self.weight, self.bias)
 
 
-def _round_input(x: Tensor, activation: BlockFormat | None) -> Tensor:
-    if activation is None:
-        return x
+class _Fed:
+    """Rounds inputs; projections that are fed the same tensor get one rounding of it.
+
+    Args:
+        activation: the format, or None.
+        readers: how many linears share this; once all have read a tensor, it is let go.
+    """
+
+    def __init__(self, activation: BlockFormat | None, readers: int) -> None:
+        self._activation, self._readers, self._left = activation, readers, 0
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._activation is None:
+            return x
+        if self._last is None or self._last[0] is not x:
+            self._last, self._left = (x, _round_input(x, self._activation)), self._readers
+        rounded, self._left = self._last[1], self._left - 1
+        if not self._left:
+            self._last = None
+        return rounded
+
+
+@torch.no_grad()
+def _rounded(names: Sequence[str], weights: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Fused weights as they will be stored, dequantized: rtn's codes, by the op that writes them in one pass where the
+    scheme's rule is the format's own and scales lie within rows."""
+    fmt = scheme.weight
+    amax = torch.stack([w.abs().amax().to(torch.float32) for w in weights]).amax() if fmt.tensor_scale else None
+    found: list[QuantTensor] = []
+    for name, weight in zip(names, weights, strict=True):
+        if fmt.block[0] == 1 and scheme.rule in (None, fmt.rule):
+            found.append(quantize_rows(_narrow(weight), fmt, tensor_amax=amax))
+        else:
+            found.append(rtn.apply(Layer(name, weight, scheme, amax), rtn.Config()))
+    return [q.dequantize(weight.dtype) for q, weight in zip(found, weights, strict=True)]
+
+
+def _round_input(x: Tensor, activation: BlockFormat) -> Tensor:
     with torch.no_grad():
-        rounded = round_activation(x.detach(), activation).to(x.dtype)
+        tokens = _narrow(x.reshape(-1, x.shape[-1]))
+        amax = tokens.abs().amax().to(torch.float32) if activation.tensor_scale else None
+        rounded = quantize_rows(tokens, activation, tensor_amax=amax).dequantize(x.dtype).view(x.shape)
     return straight_through(x, rounded)
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """float64 as float32, which quantizing begins with."""
+    return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
