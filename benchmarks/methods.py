@@ -177,6 +177,8 @@ def measured(asked: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[dict[
     workers = [context.Process(target=serve, args=(asked, gate, queue, rows)) for _ in range(count)]
     for worker in workers:
         worker.start()  # they load the model while the runs that need the machine alone go on
+    for task in [*shared, *[None] * count]:
+        queue.put(task)
     if not any(task.alone for task in tasks):
         gate.set()
     bench = Bench(asked)
@@ -189,8 +191,6 @@ def measured(asked: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[dict[
         if task.alone or not workers:
             yield bench.measure(task)
     del bench
-    for task in [*shared, *[None] * count]:
-        queue.put(task)
     gate.set()
     for _ in shared if workers else ():
         yield rows.get()
