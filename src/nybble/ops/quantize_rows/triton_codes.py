@@ -98,6 +98,29 @@ def float_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
+def e4m3_code(a):
+    """The E4M3 code of a >= 0 by the GPU's own conversion (sm_89 and later), saturating, as an int32.
+
+    One by one: pairs that are taken apart again are miscompiled by ptxas 12.8, which reads the register before the
+    conversion has written it (cvt.e4m3x2, shr.u16 by 8, mov.b32 of both).
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 c; cvt.rn.satfinite.e4m3x2.f32 c, 0f00000000, $1; cvt.u32.u16 $0, c; }",
+        "=r,f", [a], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e4m3_value(code):
+    """The value of an E4M3 code (int32) by the GPU's own conversion."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 c, low, high; .reg .b32 pair; cvt.u16.u32 c, $1; cvt.rn.f16x2.e4m3x2 pair, c; "
+        "mov.b32 {low, high}, pair; cvt.f32.f16 $0, low; }",
+        "=f,r", [code], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def block_scale(
     largest, encode, decode,
     E_MAX: tl.constexpr, S_MANTISSA: tl.constexpr, S_BIAS: tl.constexpr, S_MAX: tl.constexpr,
@@ -122,9 +145,9 @@ def block_scale(
         else:
             limited = tl.minimum(tl.where(finite, scale, 0.0), S_MAX)
             if MACHINE == 2 and S_MAX == _E4M3_MAX:
-                code = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+                code = e4m3_code(limited)
                 code = tl.where(code == 0, S_FLOOR, code)
-                value = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+                value = e4m3_value(code)
             else:
                 code = float_code(limited, S_MANTISSA, S_BIAS)
                 code = tl.where(code == 0, S_FLOOR, code)
