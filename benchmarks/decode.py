@@ -26,22 +26,25 @@ import torch
 from torch import nn
 
 import nybble
+from nybble import bench
 from nybble.errors import Mismatch
 from nybble.judge.gate import admit
 from nybble.models.evaluate import by_definition
 from nybble.models.llama import Runner
 from nybble.ops import QuantLinear
+from nybble.quantize import schemes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256},
     "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
+    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                     "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
 }  # fmt: skip
-OPS = {"linear": "nybble.bench:laid_out", "rmsnorm": "nybble.ops.rmsnorm:add_rmsnorm",
-       "silu_mul": "nybble.ops.silu_mul:silu_mul", "rope_cache": "nybble.ops.rope_cache:rope_cache_",
-       "decode_attention": "nybble.ops.decode_attention:decode_attention"}  # fmt: skip
-PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 5
+OPS = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_attention": "rope_attention_",
+       "embed_token": "embed_token_", "greedy_token": "greedy_token_"}  # fmt: skip
+PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 3
 _HEAD = "+head"
 CARRIED = 2.0**-3  # random weights carry rounding errors on: two bf16 evaluations of the 8B shape differ by 0.058
 
@@ -140,12 +143,16 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     for op, function in OPS.items():
-        admit(op, function, "cuda")
+        admit(op, f"nybble.ops.{op}:{function}", "cuda")
+    asked = options.schemes.split(",")
+    formats = {schemes.scheme(name.removesuffix(_HEAD)).weight.name for name in asked if name != "bf16"}
+    if formats:
+        print(bench.judged(sorted(formats)))
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
     original = make(options.model)
     rows = []
-    for scheme in options.schemes.split(","):
+    for scheme in asked:
         model, quantized = original, "nothing"
         if scheme != "bf16":
             name, head = scheme.removesuffix(_HEAD), scheme.endswith(_HEAD)
