@@ -213,6 +213,35 @@ def test_quantize_rounds_before_it_converts(place: Path) -> None:
     assert torch.equal(model.get_submodule(name).weight.unpack(), expected.unpack())
 
 
+def test_help_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    from nybble.methods import methods
+
+    assert sorted(cli.METHODS.split(", ")) == sorted(methods())
+    assert ran("quantize", "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in methods())
+
+
+def test_a_warning_is_one_line(place: Path) -> None:
+    asked = ["quantize", "model", "W8A16", "--calibration", "text.txt", "--device", "cpu", "-o", "warned"]
+    done = subprocess.run([*SCRIPT, *asked], cwd=place, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert done.stderr == "nybble: warning: nothing is learned from a text: rtn looks at weights alone\n"
+
+
+def test_stopping_says_where_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nybble.methods.quantize_", stop)
+    asked = ["quantize", "model", "W8A16", "--device", "cpu", "-o", "unfinished"]
+    assert ran(*asked) == 130
+    assert capsys.readouterr().err == "nybble: stopped\n"
+    assert ran(*asked, "--work-dir", "kept-blocks") == 130
+    assert capsys.readouterr().err == "nybble: stopped; the same command goes on from kept-blocks\n"
+
+
+LEARNS = ["quantize", "model", "W4A16_G32", "--method", "gptq", "--device", "cpu", "-o", "x"]
 BAD: list[tuple[str, list[str], str]] = [
     ("no such command", ["survei", "model"], "unknown command 'survei'; nearest: survey"),
     ("no command", [], "usage: nybble"),
@@ -233,6 +262,13 @@ BAD: list[tuple[str, list[str], str]] = [
     ("truncated weights", ["survey", "cut", "--text", "text.txt", "--tokens", "100"], "cut"),
     ("no such scheme to write", ["quantize", "model", "NVFP5", "-o", "x"], "unknown scheme 'NVFP5'; nearest: NVFP4"),
     ("a scheme no checkpoint holds", ["quantize", "model", "UFP4A16", "-o", "x"], "cannot be saved"),
+    ("no such method to write", ["quantize", "model", "W8A16", "--method", "gptk", "-o", "x"], "nearest: gptq"),
+    ("no such text to learn from", [*LEARNS, "--calibration", "nowhere.txt"], "nowhere.txt: cannot be read"),
+    ("a text without tokens", [*LEARNS, "--calibration", "blank.txt"], "blank.txt holds no tokens"),
+    ("an output that is there", ["quantize", "model", "W8A16", "-o", "model"], "model is there already"),
+    ("an output below a file", ["quantize", "nowhere", "W8A16", "-o", "text.txt/x"], "text.txt/x: cannot be written"),
+    ("a file for finished blocks", [*LEARNS, "--work-dir", "text.txt"], "text.txt: cannot be written"),
+    ("a file for activations", [*LEARNS, "--spill", "text.txt"], "text.txt: cannot be written"),
     ("no output named", ["quantize", "model", "W8A16"], "required: -o/--out"),
     ("no such format", ["formats", "e2m2"], "unknown format 'e2m2'; nearest: "),
     ("no such op", ["ops", "liner"], "unknown op 'liner'; nearest: linear"),
@@ -248,6 +284,7 @@ def bad_models(place: Path) -> None:
     (place / "empty").mkdir()
     (place / "strange").mkdir()
     (place / "strange" / "config.json").write_text('{"model_type": "strange", "architectures": ["Strange"]}')
+    (place / "blank.txt").write_text("")
     tiny.directory(place / "cut")
     weights = place / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])

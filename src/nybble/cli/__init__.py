@@ -11,7 +11,9 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ STOPPED = 130
 MODEL = "a Hugging Face directory, a .gguf file, or smollm2-135m"
 _DTYPES = ("float32", "bfloat16", "float16")
 _ON_GPU = "on a GPU the model's own if it has 16 bits, else bfloat16"
+METHODS = "rtn, four_over_six, gptq, schur, awq, smoothquant, hadamard, distill"
 _PROMISES = ("run-to-run", "batch-invariant", "cross-machine")
 
 
@@ -30,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (argparse's own endings raise SystemExit)."""
     try:
         options = _parse(list(sys.argv[1:] if argv is None else argv))
-        code: int | None = options.run(options)
+        with _warnings_as_lines():
+            code: int | None = options.run(options)
         sys.stdout.flush()
         return code or 0
     except NybbleError as error:
@@ -46,6 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(message: str) -> None:
     sys.stderr.write(message + "\n")
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Warnings as one line each, like errors: a user of a command is not helped by a place in our code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place: f"nybble: warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,7 +144,9 @@ def _add_quantize(p: _Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL)
     p.add_argument("scheme", metavar="SCHEME", help="W4A16, NVFP4, …")
     p.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="a new folder for the checkpoint")
-    p.add_argument("--method", default="rtn", help="how weights are rounded (default: rtn, to nearest)")
+    p.add_argument("--method", default="rtn",
+                   help=f"how weights are rounded: {METHODS}; or several, the one that rounds last, as in "
+                        "smoothquant+gptq (default: rtn, to nearest)")  # fmt: skip
     p.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="NAME",
                    help="layers to leave alone, by name or re:pattern (default: lm_head)")  # fmt: skip
     p.add_argument("--override", nargs="+", default=[], metavar="PATTERN=SCHEME",

@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from nybble.cli import STOPPED
 from nybble.cli.console import Plain
 from nybble.cli.models import hush
 from nybble.errors import BadInput, UnknownName
@@ -23,36 +27,81 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from nybble.models.text import Text
     from nybble.quantize.schemes import Scheme
 
 _EVALUATED = 4096  # tokens at the default text's end that calibration leaves to evaluation
 
 
-def quantize(options: argparse.Namespace) -> None:
-    """Load, quantize, save."""
-    from nybble.methods import quantize_
-    from nybble.models import check_saveable, load, load_tokenizer, save
+def quantize(options: argparse.Namespace) -> int:
+    """Load, quantize, save; what cannot be written or read is found before the model is loaded."""
     from nybble.quantize.schemes import scheme as find_scheme
 
     scheme, overrides = find_scheme(options.scheme), _overrides(options.override)
     settings = _settings(options.method, options.set)
+    text = _text(options, (scheme, *overrides.values()))
     with _together(find_device(options.device)) as (rank, device):
-        if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-            raise BadInput(f"{options.out} is there already: name a new folder")
+        _writable(options)
         hush()
-        home = "cpu" if options.offload else device
-        model, tokenizer = load(options.model, home), load_tokenizer(options.model)
-        check_saveable(model, scheme, options.ignore, options.method, settings, overrides=overrides)
-        static = any(row.static_input_scale for row in (scheme, *filter(None, overrides.values())))
-        batches = _calibration(options, tokenizer, static, home)
-        with _progress(rank == 0) as progress:
-            quantize_(model, scheme, options.method, ignore=options.ignore, overrides=overrides, calibration=batches,
-                      config=settings, progress=progress, work_dir=_work_dir(options, rank), device=device,
-                      spill=options.spill)  # fmt: skip
-        if rank == 0:
-            _convert(model, options)
-            save(model, options.out, tokenizer)
-            _report(model, options, scheme)
+        try:
+            _run(options, scheme, overrides, settings, text, rank, device)
+        except KeyboardInterrupt:
+            if options.work_dir and rank == 0:
+                Plain(stderr=True).print(f"nybble: stopped; the same command goes on from {options.work_dir}")
+                return STOPPED
+            raise
+    return 0
+
+
+def _run(
+    options: argparse.Namespace, scheme: Scheme, overrides: dict[str, Scheme | None], settings: Any, text: Text | None,
+    rank: int, device: torch.device,
+) -> None:  # fmt: skip
+    from nybble.methods import quantize_
+    from nybble.models import check_saveable, load, load_tokenizer, save
+
+    home = "cpu" if options.offload else device
+    model, tokenizer = load(options.model, home), load_tokenizer(options.model)
+    check_saveable(model, scheme, options.ignore, options.method, settings, overrides=overrides)
+    batches = None if text is None else _calibration(options, text, tokenizer, home)
+    with _progress(rank == 0) as progress:
+        quantize_(model, scheme, options.method, ignore=options.ignore, overrides=overrides, calibration=batches,
+                  config=settings, progress=progress, work_dir=_work_dir(options, rank), device=device,
+                  spill=options.spill)  # fmt: skip
+    if rank == 0:
+        _convert(model, options)
+        save(model, options.out, tokenizer)
+        _report(model, options, scheme)
+
+
+def _writable(options: argparse.Namespace) -> None:
+    """Refuse an output that is there already, and folders that cannot be written to."""
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise BadInput(f"{options.out} is there already: name a new folder")
+    spill = Path(options.spill) if options.spill and options.spill != "cpu" else None
+    for asked, folder in ((options.out, options.out.absolute().parent), (options.work_dir, options.work_dir),
+                          (spill, spill)):  # fmt: skip
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".nybble", dir=folder):
+                pass
+        except OSError as error:
+            raise BadInput(f"{asked}: cannot be written: {error.strerror or error}") from error
+
+
+def _text(options: argparse.Namespace, schemes: Sequence[Scheme | None]) -> Text | None:
+    """What is learned from, or None where nothing is learned; a text that was named in vain is said to be."""
+    from nybble.methods.compose import plan
+    from nybble.models import text
+
+    learns = plan(options.method).needs_batches
+    if learns or any(row.static_input_scale for row in schemes if row is not None):
+        return text.read_text(options.calibration)
+    if options.calibration or options.samples:
+        warnings.warn(f"nothing is learned from a text: {options.method} looks at weights alone", stacklevel=2)
+    return None
 
 
 def _overrides(asked: list[str]) -> dict[str, Scheme | None]:
@@ -125,18 +174,16 @@ def _work_dir(options: argparse.Namespace, rank: int) -> Any:
 
 
 def _calibration(
-    options: argparse.Namespace, tokenizer: object, static: bool, home: torch.device | str
-) -> list[dict[str, Tensor]] | None:
-    """Batches of the text that was named, or of the default text where evaluation's default tokens do not lie."""
+    options: argparse.Namespace, content: Text, tokenizer: object, home: torch.device | str
+) -> list[dict[str, Tensor]]:
+    """Batches of the text, of the default one where evaluation's default tokens do not lie."""
     from nybble.methods.compose import plan
     from nybble.models import text
 
-    learns = plan(options.method).needs_batches
-    if not (learns or static):
-        return None
-    count = options.samples or (text.LEARNING if learns else text.RANGES)
-    ids = text.encode(tokenizer, text.read_text(options.calibration))
-    windows = text.calibration(ids, 0 if options.calibration else _EVALUATED, count)
+    count = options.samples or (text.LEARNING if plan(options.method).needs_batches else text.RANGES)
+    windows = text.calibration(text.encode(tokenizer, content), 0 if options.calibration else _EVALUATED, count)
+    if not windows:
+        raise BadInput(f"{content.name} holds no tokens to calibrate on")
     return [{"input_ids": window.to(home)} for window in windows]
 
 
