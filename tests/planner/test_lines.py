@@ -91,8 +91,17 @@ def test_linears_of_this_machine_are_checked_before_they_are_timed(monkeypatch: 
     assert command._linears("NVFP4A16", 64, 64, 2, "cpu") is None
     checked: list[str] = []
     monkeypatch.setattr(type(LINEAR), "check", lambda self, y, args, what: checked.append(what))
-    command._linears("W8A16", 64, 64, 2, "cpu")
-    assert len(checked) == 1
+    before = command._quantized.cache_info().misses
+    for m in (2, 3):
+        command._linears("W8A16", 64, 64, m, "cpu")
+    assert len(checked) == 2
+    assert command._quantized.cache_info().misses == before + 1, "one weight serves every number of tokens"
+
+
+def test_lines_end_with_the_time_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert measure.timings(["bf16", "W8A16"], lambda *cell: [lambda: None], "cpu", said.append, 0.0) == []
+    assert said == ["bf16: no line, time is over", "W8A16: no line, time is over"]
 
 
 @pytest.mark.gpu

@@ -125,6 +125,17 @@ def test_expectations_follow_the_dtype_of_activations() -> None:
     assert not plan.of_linear(1, 28672, 8192, "W4A16", known, 4).from_line, "lines were measured in bf16"
 
 
+def test_a_bound_is_not_held_against_a_real_time() -> None:
+    """Where lines are known of the original alone, both are taken at their bounds."""
+    row, line = machines.get("h200"), Line(5e-6, 2.0)
+    shape, names = [(4096, 4096)], ["W4A16", "W8A16"]
+    bare = plan.speedups(shape, row, names)
+    assert plan.speedups(shape, replace(row, lines={"bf16": {1: line}}), names) == bare
+    some = plan.speedups(shape, replace(row, lines={"bf16": {1: line}, "W8A16": {1: Line(1e-6, 2.0)}}), names)
+    assert some["W4A16"] == bare["W4A16"]
+    assert some["W8A16"] > bare["W8A16"]
+
+
 @pytest.mark.parametrize(("name", "group"), [("l40s", 64), ("rtx3090", 64), ("h200", 128), ("a100", None)])
 def test_a_plan_says_which_groups_the_machine_can_afford(name: str, group: int | None) -> None:
     row = machines.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ def hush() -> None:
     """Keep the libraries' own bars and advice away from ours."""
     import logging
 
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it sets its own level when it is imported, maybe later
     for name in ("transformers", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

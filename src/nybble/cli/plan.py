@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,6 +22,8 @@ from nybble.planner.machines import Machine
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from nybble.quantize import QuantTensor
 
 
 def _machine(name: str) -> Machine:
@@ -64,7 +67,7 @@ def _measure() -> None:
     """Measure this machine, ceilings first and then what our linears add to them, and keep what was found."""
     from nybble.planner import lines, measure
 
-    device = "cuda" if here.gpu_name() else "cpu"
+    device, end = "cuda" if here.gpu_name() else "cpu", time.monotonic() + measure.CEILINGS + measure.LINES
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 2:
         _say(f"this machine is busy (load {load:.1f} on {cores} cores): measure again when it is not")
@@ -74,7 +77,8 @@ def _measure() -> None:
     path = here.file_for(here.key())
     measure.save(path, here.key(), found)
     bare, names = here.machine(), (planning.ORIGINAL, *planning.DEFAULT_SCHEMES)
-    timed = measure.timings(names, lambda scheme, n, k, m: _linears(scheme, n, k, m, device), device, _say)
+    left = end - time.monotonic()
+    timed = measure.timings(names, lambda scheme, n, k, m: _linears(scheme, n, k, m, device), device, _say, left)
     plain = {t: planning.of_linear(t.m, t.n, t.k, t.scheme, bare).roofline for t in timed}
     measure.save(path, here.key(), found, lines.measure(timed, plain))
     _say(f"kept in {path}")
@@ -96,6 +100,14 @@ def _normal(rows: int, columns: int, device: str) -> Tensor:
     return torch.randn(rows, columns, generator=generator, device=device).bfloat16()
 
 
+@lru_cache(maxsize=1)
+def _quantized(name: str, n: int, k: int, device: str) -> QuantTensor:
+    """One weight in one format; numbers of tokens follow each other, so that the last is the one asked for again."""
+    from nybble.quantize import quantize
+
+    return quantize(_normal(n, k, device), name)
+
+
 def _linears(scheme: str, n: int, k: int, m: int, device: str) -> list[Callable[[], Any]] | None:
     """Calls of one linear with weights of their own, the first one's result checked; None where nothing native
     serves."""
@@ -103,7 +115,6 @@ def _linears(scheme: str, n: int, k: int, m: int, device: str) -> list[Callable[
 
     from nybble.ops._choose import choose
     from nybble.ops.linear import LINEAR
-    from nybble.quantize import quantize
     from nybble.quantize.schemes import scheme as row_of
 
     x, w = _normal(m, k, device), _normal(n, k, device)
@@ -111,7 +122,7 @@ def _linears(scheme: str, n: int, k: int, m: int, device: str) -> list[Callable[
         copies = min(_MOST_COPIES, max(1, _PAST_CACHES[device] // (2 * n * k)))
         return [partial(torch.nn.functional.linear, x, w.clone()) for _ in range(copies)]
     row = row_of(scheme)
-    q = quantize(w, row.weight)
+    q = _quantized(row.weight.name, n, k, device)
     args = (x, q, None, row.activation, None)
     chosen = choose(LINEAR, torch.device(device).type, *args)
     if not chosen.native:

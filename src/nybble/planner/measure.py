@@ -24,7 +24,8 @@ from nybble.errors import BadInput
 from nybble.planner.lines import Lines, Timing, to_json
 
 CEILINGS, LINES = 22.0, 30.0
-"""Seconds that each may take; what does not fit is left out, by name. Together with imports, a minute."""
+"""Seconds that each may take; what does not fit is left out, by name. Together with imports, a minute; lines also get
+what ceilings leave."""
 
 _REPEATS, _SLICE = 7, 2.0
 
@@ -64,7 +65,11 @@ Prepare = Callable[[str, int, int, int], "list[Callable[[], Any]] | None"]
 
 
 def timings(
-    schemes: Sequence[str], prepare: Prepare, device: str, say: Callable[[str], None] = lambda text: None
+    schemes: Sequence[str],
+    prepare: Prepare,
+    device: str,
+    say: Callable[[str], None] = lambda text: None,
+    limit: float = LINES,
 ) -> list[Timing]:
     """Times of real linears on the anchors, for lines.py.
 
@@ -74,8 +79,9 @@ def timings(
             them, or None where nothing native serves.
         device: "cpu" or "cuda".
         say: told each scheme that is left out.
+        limit: seconds.
     """
-    kind, end = device.split(":")[0], time.monotonic() + LINES - _SLICE
+    kind, end = device.split(":")[0], time.monotonic() + limit - _SLICE
     found: list[Timing] = []
     for scheme in schemes:
         for (n, k), m in itertools.product(ANCHORS[kind], TOKENS[kind]):
