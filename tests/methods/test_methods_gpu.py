@@ -139,6 +139,22 @@ def test_what_training_sees_is_what_is_exported(name: str, dtype: torch.dtype) -
         assert torch.equal(found, exported.dequantize(dtype))
 
 
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "W4A16_G32"])
+def test_what_was_learned_is_saved_and_loaded_bit_for_bit(name: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [{"input_ids": torch.randint(0, tiny.VOCABULARY, (2, 16), generator=generator).cuda()} for _ in range(4)]
+    model, config = tiny.llama().cuda(), distill.Config(steps=4, lr=1e-3, warmup=1)
+    nybble.quantize_(model, name, "distill", calibration=data, config=config)
+    nybble.save(model, tmp_path / "out")
+    again = nybble.load(tmp_path / "out", device="cpu")
+    layers = {n: m.weight for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert len(layers) == 14
+    for layer_name, weight in layers.items():
+        loaded = again.get_submodule(layer_name).weight
+        assert torch.equal(weight.unpack().cpu(), loaded.unpack()), layer_name
+        assert torch.equal(weight.scales()[0].cpu(), loaded.scales()[0]), layer_name
+
+
 @pytest.mark.parametrize("spill", [None, "cpu", "folder"])
 def test_blocks_come_from_main_memory_one_by_one(spill: str | None, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
