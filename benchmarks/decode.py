@@ -20,18 +20,21 @@ import json
 import platform
 import statistics
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 import nybble
-from nybble import bench
 from nybble.errors import Mismatch
 from nybble.judge.gate import admit
+from nybble.judge.op_problem import PREFIX, OpProblem
 from nybble.models.evaluate import by_definition
 from nybble.models.llama import Runner
 from nybble.ops import QuantLinear
+from nybble.ops._declare import Op
+from nybble.ops.linear import LINEAR
 from nybble.quantize import schemes
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -133,8 +136,41 @@ def measure(model: nn.Module, batch: int, bandwidth: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def judged(asked: list[str]) -> None:
+    """Ask the judge about the ops of a step and about linears with the schemes' formats, all in bf16."""
+    for name, function in OPS.items():
+        admit(name, f"nybble.ops.{name}:{function}", "cuda", bf16_cases(OpProblem(PREFIX + name).op))
+    formats = [schemes.scheme(name.removesuffix(_HEAD)).weight.name for name in asked if name != "bf16"]
+    if formats:
+        words = tuple(f"{name}-a16" for name in formats)
+        admit("linear", "nybble.bench:laid_out", "cuda", [x for x in bf16_cases(LINEAR) if x.startswith(words)])
+
+
+def bf16_cases(op: Op) -> list[str]:
+    """Labels of an op's cases in bf16."""
+    return [label for label, _ in op.cases() if "bfloat16" in label]
+
+
+def rows(asked: list[str], original: nn.Module, batches: list[int], bandwidth: float) -> Iterator[dict[str, Any]]:
+    """A row for each scheme and batch; the first scheme is what the others are compared with."""
+    base: dict[int, dict[str, Any]] = {}
+    for scheme in asked:
+        model, quantized = original, "nothing"
+        if scheme != "bf16":
+            name, head = scheme.removesuffix(_HEAD), scheme.endswith(_HEAD)
+            model = nybble.quantize_(copy.deepcopy(original), name, ignore=() if head else ("lm_head",))
+            quantized = "linears of the layers" + (", lm_head" if head else "")
+        for batch in batches:
+            row = {"scheme": scheme, "quantized": quantized, **measure(model, batch, bandwidth)}
+            first = base.setdefault(batch, row)
+            row["ratio"], row["ratio_at_4096"] = first["ms"] / row["ms"], first["ms_at_4096"] / row["ms_at_4096"]
+            yield row
+        del model
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, write JSON as rows come."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-8b", choices=SHAPES)
     parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16,W4A16+head")
@@ -142,45 +178,32 @@ def main() -> None:
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--out")
     options = parser.parse_args()
-    for op, function in OPS.items():
-        admit(op, f"nybble.ops.{op}:{function}", "cuda")
-    asked = options.schemes.split(",")
-    formats = {schemes.scheme(name.removesuffix(_HEAD)).weight.name for name in asked if name != "bf16"}
-    if formats:
-        print(bench.judged(sorted(formats)))
+    asked, done = options.schemes.split(","), []
+    judged(asked)
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
-    original = make(options.model)
-    rows = []
-    for scheme in asked:
-        model, quantized = original, "nothing"
-        if scheme != "bf16":
-            name, head = scheme.removesuffix(_HEAD), scheme.endswith(_HEAD)
-            model = nybble.quantize_(copy.deepcopy(original), name, ignore=() if head else ("lm_head",))
-            quantized = "linears of the layers" + (", lm_head" if head else "")
-        for batch in map(int, options.batch.split(",")):
-            row = {"scheme": scheme, "quantized": quantized, **measure(model, batch, bandwidth)}
-            base = next((r for r in rows if r["scheme"] == "bf16" and r["batch"] == batch), row)
-            row["ratio"], row["ratio_at_4096"] = base["ms"] / row["ms"], base["ms_at_4096"] / row["ms_at_4096"]
-            rows.append(row)
-            print(
-                f"{scheme:10} batch {batch:3}: {row['ms']:.3f} ms a step, {row['ratio']:.2f}x bf16 "
-                f"({row['ratio_at_4096']:.2f}x at {FAR}), {row['roofline_share']:.0%} of the roofline, "
-                f"logits off by {row['logit_error']:.2g}"
-            )
-        if scheme != "bf16":
-            del model
-        torch.cuda.empty_cache()
+    for row in rows(asked, make(options.model), [int(x) for x in options.batch.split(",")], bandwidth):
+        print(
+            f"{row['scheme']:10} batch {row['batch']:3}: {row['ms']:.3f} ms a step, {row['ratio']:.2f}x {asked[0]} "
+            f"({row['ratio_at_4096']:.2f}x at {FAR}), {row['roofline_share']:.0%} of the roofline, "
+            f"logits off by {row['logit_error']:.2g}"
+        )
+        done.append(row)
+        if options.out:
+            write(options, bandwidth, done)
+
+
+def write(options: argparse.Namespace, bandwidth: float, done: list[dict[str, Any]]) -> None:
+    """The rows with what they were measured on."""
     record = {
         "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model],
         "prompt": PROMPT, "new": NEW,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
         "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
-        "copy_bytes_per_second": bandwidth, "rows": rows,
+        "copy_bytes_per_second": bandwidth, "rows": done,
     }  # fmt: skip
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(record, file, indent=1)
+    with open(options.out, "w") as file:
+        json.dump(record, file, indent=1)
 
 
 def commit() -> str:

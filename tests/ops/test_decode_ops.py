@@ -50,7 +50,7 @@ def check_on(op: Op, implementation: Implementation, device: str, bf16: bool) ->
             op.agreement.check(y, reference, f"{implementation.name} on {label}")
         for mine, other, before in zip(ours, theirs, args, strict=True):
             if isinstance(mine, torch.Tensor):
-                assert op.agreement.distance(mine, other) <= op.agreement.limits.get(mine.dtype, 0.0), label
+                assert torch.equal(mine.nan_to_num(), other.nan_to_num()), f"{label}: what is written is rounded alike"
                 if not op.name.endswith("_"):
                     assert torch.equal(mine.nan_to_num(), before.nan_to_num()), "the input is left alone"
         served += 1

@@ -45,8 +45,9 @@ def embed_token_reference(
 def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
     """(label, arguments): every dtype, odd widths, wide rows, no sequence, first and last position."""
     generator = torch.Generator().manual_seed(0)
-    for number, (batch, width, d, p) in enumerate(((1, 4096, 128, 5), (3, 65, 40, 0), (0, 8, 2, 1), (16, 576, 64, 15))):
-        dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+    shapes = ((1, 4096, 128, 5), (3, 65, 40, 0), (0, 8, 2, 1), (16, 576, 64, 15), (2, 3000, 72, 7))
+    for number, (batch, width, d, p) in enumerate(shapes):
+        dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
         embedding = torch.randn(50, width, generator=generator).to(device, dtype)
         tables = torch.randn(16, 2, d, generator=generator).to(device, dtype)
         token = torch.randint(0, 50, (batch,), generator=generator).to(device)

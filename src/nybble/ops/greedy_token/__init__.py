@@ -44,7 +44,7 @@ def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
     generator = torch.Generator().manual_seed(0)
     many = torch.randn(2, 70001, generator=generator).to(torch.bfloat16)
     many[0, [69999, 70000]] = 9.0
-    for label, (logits, *_) in [*argmax_cases(device), ("2x70001", (many.to(device),))]:
+    for label, (logits, *_) in [*argmax_cases(device), ("2x70001-torch.bfloat16", (many.to(device),))]:
         token = torch.full((len(logits),), -1, dtype=torch.int64, device=device)
         yield label, (logits, token, torch.tensor([7], dtype=torch.int32, device=device))
 

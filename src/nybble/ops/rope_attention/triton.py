@@ -192,7 +192,8 @@ def _triton(
         heads * parts, s, d**-0.5 * _LOG2E, kv_heads,
         GROUP=group, PARTS=parts, D=d, BG=max(16, bj), BJ=bj, BH=max(16, triton.next_power_of_2(d // 2)),
         BD=bd, KEYS=_KEYS, JOIN=max(1, min(_MOST_PARTS, _JOINED // (bj * bd))),
-        num_warps=_WARPS, **early(device), **fetching(ahead, device, _WARPS),
+        # A fused multiply-add would leave out the rounding of a rotation's products.
+        enable_fp_fusion=False, num_warps=_WARPS, **early(device), **fetching(ahead, device, _WARPS),
     )  # fmt: skip
     return o
 

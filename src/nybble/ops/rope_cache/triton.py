@@ -52,7 +52,9 @@ def _triton(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Ten
     if batch:
         _rope_cache_kernel[(heads + 2 * kv_heads, batch)](
             qkv.contiguous(), cos, sin, q, k_cache, v_cache, position, s,
-            heads, kv_heads, d // 2, triton.next_power_of_2(d // 2), num_warps=1, **early(qkv.device),
+            heads, kv_heads, d // 2, triton.next_power_of_2(d // 2),
+            # A fused multiply-add would leave out the rounding of a product.
+            num_warps=1, enable_fp_fusion=False, **early(qkv.device),
         )  # fmt: skip
     return q
 
