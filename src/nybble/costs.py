@@ -16,7 +16,7 @@ constant; nothing here is fitted to a timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nybble.errors import Unsupported
@@ -36,6 +36,7 @@ class Cost:
         gamma: instruction class -> instructions on the scalar units. Classes: float, logic, shift, convert
             (between integer and float, 32 bits), int32 (multiply-add) and fp64.
         launches: kernels started.
+        turns: those of gamma's instructions that take turns with the products; the rest goes on beside them.
     """
 
     flops: float
@@ -45,6 +46,7 @@ class Cost:
     beta: float = 1.0
     gamma: Mapping[str, float] = field(default_factory=dict)
     launches: int = 1
+    turns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ kernels and to ops/linear, whose largest tile it is."""
 
 FOLD = {"convert": 1.0, "float": 2.0}
 """An integer accumulator times two scales, added to a float: I2F, FMUL, FFMA for each output and group. Counted in
-the SASS that nvcc 13 makes of exactly that loop for sm_80, 86 and 89: 32 of each for 32 accumulators, no others."""
+the SASS that nvcc 13 makes of exactly that loop for sm_80, 86 and 89: 32 of each for 32 accumulators, no others.
+
+Within a loop over groups they take turns with the products, which wait for sums that are free as these do for sums that
+are done. Two sets of sums would let both overlap, as kernels for FP8 by blocks do; no kernel for integers was seen to,
+ours with two sets included (granularity.py: twelve ratios measured on an H200)."""
 
 FOLD_FLOAT = {"float": 2.0}
 """The same for an accumulator that is a float already."""
@@ -189,12 +195,13 @@ def _narrow(
     groups = -(-k // min(columns)) if columns and folds else 1
     fold = FOLD if unit.startswith("int") else FOLD_FLOAT
     gamma = {name: count * float(m * n) * groups for name, count in fold.items()}
+    turns = dict(gamma) if groups > 1 and fold is FOLD else {}
     if unit.endswith("8") and weight.element.bits < 8:  # a mask a word of four codes, a shift for every other word
         tiles = max(1, -(-m // TOKENS_A_TILE))
         gamma["logic"] = 0.25 * float(n * k) * tiles
         gamma["shift"] = 0.125 * float(n * k) * tiles
     x_bytes = weight_bytes(activation, m, k)
-    return _product(m, n, k, weight_bytes(weight, n, k), x_bytes, itemsize, unit, **gamma)
+    return replace(_product(m, n, k, weight_bytes(weight, n, k), x_bytes, itemsize, unit, **gamma), turns=turns)
 
 
 OZAKI_INT8, OZAKI_FP8 = 15, 13

@@ -28,7 +28,19 @@ def bench() -> ModuleType:
 
 
 def test_predictions_are_still_those_that_were_written(bench: ModuleType) -> None:
-    assert json.loads(bench.PREDICTIONS.read_text(encoding="utf-8")) == bench.predict()
+    written, now = json.loads(bench.PREDICTIONS.read_text(encoding="utf-8"))["cells"], bench.predict()["cells"]
+    assert list(written) == list(now)
+    kept = [cell for cell in written if cell.split()[0] not in bench.RETHOUGHT]
+    assert {cell: written[cell] for cell in kept} == {cell: now[cell] for cell in kept}
+    assert {t.scheme for t in bench.measured(bench.result_files())}.isdisjoint(bench.RETHOUGHT), "none is compared"
+    assert all(now[cell] >= written[cell] for cell in written), "work that takes turns is not faster"
+
+
+def test_what_takes_turns_is_near_what_was_measured(bench: ModuleType) -> None:
+    """Over bf16 at [2048, 14336, 4096], with groups of 128 and both operands in four bits: 0.94x, not the 1.7x of work
+    that overlaps."""
+    us = {name: bench.microseconds(name, 14336, 4096, 2048, bench.h200()) for name in ("bf16", "W4A4")}
+    assert us["bf16"] / us["W4A4"] == pytest.approx(0.94, rel=0.1)
 
 
 # (N, K, M): cuBLAS bf16, us; x: speed over it of the best int4 kernels that others offer (Humming 0.1.19, group 128).
@@ -91,7 +103,8 @@ def test_predictions_on_held_out_shapes(bench: ModuleType, held_out: dict[str, f
 
 @pytest.mark.xfail(
     strict=True,
-    reason="8 of 10 (80 %, not 95 %): of 4096 x 14336 at M = 256 and 2048 bf16 is told, MXFP4A16 was 16 and 8 % faster",
+    reason="8 of 10 (80 %, not 95 %): of 4096 x 14336 at M = 256 and 2048 bf16 is told, MXFP4A16 was 16 and 8 % "
+    "faster; lines through 28672 x 8192 are too steep there",
 )
 def test_the_fastest_scheme_on_held_out_shapes(bench: ModuleType, held_out: dict[str, float]) -> None:
     assert held_out["right"] >= bench.WINNERS

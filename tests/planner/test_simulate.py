@@ -11,22 +11,29 @@ from nybble.planner.simulate import Mode, Pair, Task
 # 1.47; 102 GB/s; 280 barriers for each tile of 512 tokens; 27 % of the CPU's time goes into unpacking weights.
 VALUES, BARRIERS, TILE = 6.98e9, 280, 512
 BYTES = VALUES * (4 + 16 / 32) / 8
+LAYERS, WIDTH = 32, 4096  # of a 7B model, as Mistral's paper gives them (arXiv 2310.06825)
 
 
 def m4(barrier: float) -> Pair:
     return Pair(3.02e12 * 0.997, 1.47e12, 3.02e12, 102e9, barrier, unpack=0.27)
 
 
+def attention(tokens: int) -> float:
+    """Operations of all scores and what they weigh, the causal half: work that is never split."""
+    return 4 * tokens**2 * WIDTH * LAYERS / 2
+
+
 def gain(tokens: int, barrier: float, tile: int = TILE) -> tuple[float, float]:
     """(share, gain) of so many tokens in tiles."""
-    return simulate.best_share(m4(barrier), 2 * VALUES * min(tokens, tile), BYTES, BARRIERS)
+    kept = attention(tokens) / max(1, tokens // tile)
+    return simulate.best_share(m4(barrier), 2 * VALUES * min(tokens, tile), BYTES, BARRIERS, kept)
 
 
 @pytest.fixture(scope="module")
 def barrier() -> float:
     """Seconds of one barrier, which nobody published: what is left of the published 256-token gain of 8.9 %. The
     figures for 1,024 tokens and for decode are then predictions."""
-    alone = simulate.seconds(m4(0), 0.0, 2 * VALUES * 256, BYTES, BARRIERS)
+    alone = simulate.seconds(m4(0), 0.0, 2 * VALUES * 256, BYTES, BARRIERS) + attention(256) / m4(0).alone
     return (alone / 1.089 - alone / gain(256, 0)[1]) / BARRIERS
 
 
@@ -51,8 +58,8 @@ def test_m4_prefill(barrier: float) -> None:
     assert share == pytest.approx(0.30, abs=0.05)
 
 
-@pytest.mark.xfail(strict=True, reason="the simulator says +27.2 %, 5.4 points more: it knows no work but the linears'")
 def test_m4_prefill_in_one_tile(barrier: float) -> None:
+    # Published: +21.8 %; the simulator says 26.6. Without attention, 2 % of the work, it would say 27.2.
     assert gain(1024, barrier, 1024)[1] - 1 == pytest.approx(0.218, abs=0.05)
 
 

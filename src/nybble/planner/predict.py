@@ -4,7 +4,8 @@
 
 F operations on multiply units of rate P, Q bytes at bandwidth B, gamma_c instructions of class c on scalar units, t a
 launch. Steps follow one another, so their times add. Where products run on the scalar units (no tensor cores, or fp32
-beside them), decoding and multiplying take turns, and their terms add too.
+beside them), decoding and multiplying take turns, and their terms add too; so do integer products and the rescaling of
+their sums for each group (costs.FOLD says why).
 
 The maximum says that a kernel overlaps its three kinds of work perfectly; it bounds the best kernel from below, and a
 real one can only be slower. arXiv 2606.06510 calls the first three terms alpha, beta and gamma.
@@ -23,7 +24,8 @@ from nybble.planner.machines import Machine
 
 @dataclass(frozen=True)
 class Terms:
-    """The four terms of one step, in seconds, and what the third is spent on."""
+    """The four terms of one step, in seconds, and what the third is spent on; `turns` is its part that takes turns with
+    the first."""
 
     compute: float
     memory: float
@@ -32,11 +34,13 @@ class Terms:
     unit: str
     work: str
     shared: bool
+    turns: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The step's time."""
-        busy = self.compute + self.scalar if self.shared else max(self.compute, self.scalar)
+        beside = self.scalar - self.turns
+        busy = self.compute + self.scalar if self.shared else max(self.compute, beside) + self.turns
         return max(busy, self.memory) + self.launch
 
     @property
@@ -92,10 +96,10 @@ def terms(cost: Cost, machine: Machine) -> Terms:
     work = "rescaling" if "convert" in cost.gamma and cost.flops else "decoding" if cost.flops else "rounding"
     work = "reconstruction" if "fp64" in cost.gamma or "int32" in cost.gamma else work
     compute = cost.alpha * cost.flops / machine.units[cost.unit] if cost.flops else 0.0
-    scalar = sum(count / machine.scalars[kind] for kind, count in cost.gamma.items())
+    scalar, turns = (sum(n / machine.scalars[kind] for kind, n in each.items()) for each in (cost.gamma, cost.turns))
     shared = machine.shared or cost.unit == "fp32"
     memory = cost.beta * cost.nbytes / machine.bandwidth
-    return Terms(compute, memory, scalar, cost.launches * machine.launch, cost.unit, work, shared)
+    return Terms(compute, memory, scalar, cost.launches * machine.launch, cost.unit, work, shared, turns)
 
 
 def lacks(route: Route, machine: Machine) -> str | None:
@@ -122,8 +126,12 @@ def predict(route: Route, machine: Machine) -> Prediction:
     return Prediction(machine.name, route.name, route.native, seconds, longest.bound, steps)
 
 
+SAME = 0.01
+"""Predictions nearer than that to each other are equal: no rate of a machine is known better."""
+
+
 def best(routes: Sequence[Route], machine: Machine, what: str = "this") -> Prediction:
-    """The fastest route that the machine can take; a native one is preferred at equal time.
+    """The fastest route that the machine can take; a native one is preferred to an emulation as fast (SAME).
 
     Raises:
         Unsupported: none can be taken, with every one's reason.
@@ -132,7 +140,7 @@ def best(routes: Sequence[Route], machine: Machine, what: str = "this") -> Predi
     if not able:
         reasons = {route.name: lacks(route, machine) or "" for route in routes}
         raise Unsupported(f"no way to {what} on {machine.name}", reasons)
-    return min(able, key=lambda p: (p.seconds, not p.native))
+    return min(able, key=lambda p: p.seconds * (1.0 if p.native else 1.0 + SAME))
 
 
 def ratio(routes: Iterable[Route], baseline: Route, machine: Machine) -> float:

@@ -121,9 +121,12 @@ def seconds(pair: Pair, share: float, flops: float, nbytes: float, linears: int 
 SHARES = tuple(i / 100 for i in range(0, 62, 2))
 
 
-def best_share(pair: Pair, flops: float, nbytes: float, linears: int = 1) -> tuple[float, float]:
-    """(share, gain over the first unit alone) of the fastest split; (0, 1) where none is faster."""
-    times = {share: seconds(pair, share, flops, nbytes, linears) for share in SHARES}
+def best_share(pair: Pair, flops: float, nbytes: float, linears: int = 1, kept: float = 0.0) -> tuple[float, float]:
+    """(share, gain over the first unit alone) of the fastest split; (0, 1) where none is faster.
+
+    `kept` are operations beside the linears (attention) that stay on the first unit, whatever the share.
+    """
+    times = {share: seconds(pair, share, flops, nbytes, linears) + kept / pair.alone for share in SHARES}
     share = min(times, key=lambda s: times[s])
     return share, times[0.0] / times[share]
 
