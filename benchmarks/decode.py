@@ -45,8 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                      "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
 }  # fmt: skip
-OPS = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_attention": "rope_attention_",
-       "embed_token": "embed_token_", "greedy_token": "greedy_token_"}  # fmt: skip
+OPS = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_cache": "rope_cache_",
+       "decode_attention": "decode_attention", "embed_token": "embed_token_",
+       "greedy_token": "greedy_token_"}  # fmt: skip
 PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 3
 _HEAD = "+head"
 CARRIED = 2.0**-3  # random weights carry rounding errors on: two bf16 evaluations of the 8B shape differ by 0.058

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nybble.ops import QuantLinear
 from nybble.ops.linear import product, takes_codes
@@ -32,7 +32,7 @@ def normed(projection: Projection, norm: Any, x: Tensor, residual: Tensor | None
     """
     layer = _multiplies_codes(projection, x)
     if layer is None:
-        y, h = add_rmsnorm(x, residual, norm.weight, norm.variance_epsilon, memory(projection))
+        y, h = add_rmsnorm(x, residual, norm.weight, norm.variance_epsilon)
         return projection(y), h
     a, h = rmsnorm_quantize(
         x, residual, norm.weight, norm.variance_epsilon, layer.activation, tensor_amax=layer.activation_amax
@@ -44,16 +44,9 @@ def gated(projection: Projection, x: Tensor) -> Tensor:
     """The projection of silu(gate) * up, of x = [gate | up] [..., 2K]."""
     layer = _multiplies_codes(projection, x[..., : x.shape[-1] // 2])
     if layer is None:
-        return projection(silu_mul(x, memory(projection)))
+        return projection(silu_mul(x))
     a = silu_mul_quantize(x, layer.activation, tensor_amax=layer.activation_amax)
     return product(a, layer.weight, layer.bias)
-
-
-def memory(projection: Projection) -> Tensor | None:
-    """What a projection is about to read, for the op before it to fetch ahead (ops/_early.py); None if not known."""
-    if isinstance(projection, QuantLinear):
-        return projection.weight.codes
-    return projection.weight if isinstance(projection, nn.Linear) else None
 
 
 def _multiplies_codes(projection: Projection, x: Tensor) -> Any:

@@ -4,7 +4,7 @@ At batch 1 a decode step reads every weight once and does little else, so whatev
 launches from Python, projections too small to fill the machine, hidden states going back and forth. This runner
 takes a transformers model as the definition and its modules' weights as they are, bf16 or quantized, and runs
 
-    add_rmsnorm -> [q k v] -> rope_attention_ -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
+    add_rmsnorm -> [q k v] -> rope_cache_ -> decode_attention -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
 
 with the projections in brackets fused along N, and with norms and gates that make codes where the linear after them
 multiplies codes (fed.py). On a GPU the whole step, argmax included, is captured once and replayed; the position lives
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Unsupported
-from nybble.models.fed import Projection, gated, memory, normed
+from nybble.models.fed import Projection, gated, normed
 from nybble.models.steps import Steps
 from nybble.ops import QuantLinear
+from nybble.ops.decode_attention import decode_attention
 from nybble.ops.embed_token import embed_token_
 from nybble.ops.greedy_token import greedy_token_
-from nybble.ops.rope_attention import rope_attention_
+from nybble.ops.rope_cache import rope_cache_
 from nybble.quantize.tensor import concatenate, split_rows
 
 FAMILY = ("llama", "mistral", "qwen2")
@@ -93,11 +94,7 @@ def _fuse_linears(modules: list[nn.Linear]) -> Projection:
     bias = _fused_bias([module.bias for module in modules])
     for module, part in zip(modules, weight.split([m.out_features for m in modules]), strict=True):
         module.weight.data = part
-    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    fused.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        fused.bias = nn.Parameter(bias, requires_grad=False)
-    return fused
+    return lambda x: torch.nn.functional.linear(x, weight, bias)
 
 
 def _fused_bias(biases: Sequence[Tensor | None]) -> Tensor | None:
@@ -139,14 +136,14 @@ class Runner(Steps):
         )
         positions = torch.arange(capacity, device=device)[None]
         cos, sin = inner.rotary_emb(torch.empty(1, dtype=dtype, device=device), positions)
-        self.tables = torch.stack([cos[0], sin[0]], 1).to(dtype)
+        self.cos, self.sin = cos[0].to(dtype).contiguous(), sin[0].to(dtype).contiguous()
         shape = (len(self.layers), batch, self.kv_heads, capacity, head_dim)
         self.k_cache = torch.zeros(shape, dtype=dtype, device=device)
         self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
-        self.turns = torch.zeros(batch * self.kv_heads, dtype=torch.int32, device=device)
+        self.turns = torch.zeros(batch, dtype=torch.int32, device=device)
         self.logits = torch.empty((batch, config.vocab_size), dtype=dtype, device=device)
         self._wants_graph = device.type == "cuda" if graph is None else graph
         self.length = 0
@@ -198,7 +195,7 @@ class Runner(Steps):
             part.view(batch, length, -1, self.head_dim).transpose(1, 2)
             for part in qkv.split([h * self.head_dim for h in (self.query_heads, self.kv_heads, self.kv_heads)], -1)
         )
-        cos, sin = self.tables[:length].unbind(1)
+        cos, sin = self.cos[:length], self.sin[:length]
         q, k = q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
         self.k_cache[layer, :, :, :length] = k
         self.v_cache[layer, :, :, :length] = v
@@ -206,13 +203,13 @@ class Runner(Steps):
         return o.transpose(1, 2).reshape(batch, length, -1)
 
     def _step(self) -> None:
-        x, (cos, sin) = embed_token_(self.token, self.position, self.tokens, self.embedding, self.tables)
+        x = embed_token_(self.token, self.position, self.tokens, self.embedding)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
             k_cache, v_cache = self.k_cache[index], self.v_cache[index]
-            x = rope_attention_(qkv, cos, sin, k_cache, v_cache, self.position, self.turns, memory(layer.o))
-            x = layer.o(x.view(self.batch, -1))
+            q = rope_cache_(qkv, self.cos, self.sin, k_cache, v_cache, self.position)
+            x = layer.o(decode_attention(q, k_cache, v_cache, self.position).view(self.batch, -1))
             x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
             x = gated(layer.down, x)
         logits, _ = normed(self.head, self.final_norm, x, residual)

@@ -20,9 +20,7 @@ from nybble.ops._choose import choose
 from nybble.ops._declare import Agreement, Cost, Implementation, Op
 
 
-def add_rmsnorm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rmsnorm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, h): the normalised sum and the sum itself.
 
     Args:
@@ -30,15 +28,11 @@ def add_rmsnorm(
         residual: the shape and dtype of x, or None for zero.
         weight: [H], x's dtype.
         eps: added to the mean of squares.
-        ahead: memory that will be read next; a hint that no result depends on (ops/_early.py).
     """
-    args = (x, residual, weight, eps, ahead)
-    return choose(ADD_RMSNORM, x.device.type, *args).run(*args)
+    return choose(ADD_RMSNORM, x.device.type, x, residual, weight, eps).run(x, residual, weight, eps)
 
 
-def add_rmsnorm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rmsnorm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The definition, in plain torch."""
     h = x if residual is None else x + residual
     wide = h.to(torch.float32)
@@ -59,7 +53,7 @@ def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"{rows}x{columns}-{dtype}-residual", (x, residual, weight, 1e-5)
 
 
-def cost(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Cost:
+def cost(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Cost:
     """Four operations a value; x and residual read, y and h written."""
     return Cost(4.0 * x.numel(), x.numel() * x.element_size() * (2 if residual is None else 4))
 

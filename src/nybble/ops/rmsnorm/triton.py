@@ -8,16 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.ops._declare import Implementation
-from nybble.ops._early import begin, early, fetch, fetching, spare, touch
+from nybble.ops._early import begin, early, touch
 
 _MOST_COLUMNS = 32768
 
 
 @triton.jit
-def _row(
-    x, residual, weight, y, h, row, columns, eps,
+def _add_rmsnorm_kernel(
+    x, residual, weight, y, h, columns,
+    eps,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
     inside = at < columns
     touch(weight, columns * (weight.dtype.element_ty.primitive_bitwidth // 8), EARLY, LANES)
@@ -26,7 +28,7 @@ def _row(
     if HAS_RESIDUAL:
         added = value.to(tl.float32) + tl.load(residual + row + at, inside, 0.0).to(tl.float32)
         value = added.to(value.dtype)
-    # Before the sum, which would otherwise be followed by a wait for memory.
+    # Before the sum: nothing else has read the weight in this step, and its way from memory would be waited for.
     gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         tl.store(h + row + at, value, inside)
@@ -36,23 +38,7 @@ def _row(
     tl.store(y + row + at, (gain * scaled).to(value.dtype), inside)
 
 
-@triton.jit
-def _add_rmsnorm_kernel(
-    x, residual, weight, y, h, rows, columns, eps,
-    ahead, ahead_bytes, step, pieces,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    if program < rows:
-        _row(x, residual, weight, y, h, program.to(tl.int64) * columns, columns, eps, HAS_RESIDUAL, BLOCK, EARLY, LANES)
-    elif KIND:
-        fetch(ahead, ahead_bytes, step, program - rows, pieces, KIND, LANES)
-
-
-def _supports(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None = None
-) -> str | None:
+def _supports(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> str | None:
     if x.shape[-1] > _MOST_COLUMNS:
         return f"H = {x.shape[-1]} is above {_MOST_COLUMNS}, one block's row"
     if weight.dtype != x.dtype:
@@ -60,9 +46,7 @@ def _supports(
     return None
 
 
-def _triton(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     flat = x.contiguous()
     y = torch.empty_like(flat)
     h = flat if residual is None else torch.empty_like(flat)
@@ -72,9 +56,9 @@ def _triton(
         block = triton.next_power_of_2(columns)
         warps = min(16, max(4, block // 512))
         other = flat if residual is None else residual.contiguous()
-        _add_rmsnorm_kernel[(rows + spare(ahead, x.device),)](
-            flat, other, weight.contiguous(), y, h, rows, columns, eps, HAS_RESIDUAL=residual is not None, BLOCK=block,
-            num_warps=warps, **early(x.device), **fetching(ahead, x.device, warps),
+        _add_rmsnorm_kernel[(rows,)](
+            flat, other, weight.contiguous(), y, h, columns, eps, residual is not None, block,
+            num_warps=warps, LANES=32 * warps, **early(x.device),
         )  # fmt: skip
     return y, h
 

@@ -17,17 +17,14 @@ from nybble.ops._choose import choose
 from nybble.ops._declare import Agreement, Cost, Implementation, Op
 
 
-def silu_mul(x: Tensor, ahead: Tensor | None = None) -> Tensor:
-    """[..., 2I] -> [..., I] in x.dtype (float32, bfloat16 or float16): silu(x[..., :I]) * x[..., I:].
-
-    `ahead` is memory that will be read next; a hint that no result depends on (ops/_early.py).
-    """
+def silu_mul(x: Tensor) -> Tensor:
+    """[..., 2I] -> [..., I] in x.dtype (float32, bfloat16 or float16): silu(x[..., :I]) * x[..., I:]."""
     if x.shape[-1] % 2:
         raise BadInput(f"silu_mul takes gate and up side by side, an even width; got {tuple(x.shape)}")
-    return choose(SILU_MUL, x.device.type, x, ahead).run(x, ahead)
+    return choose(SILU_MUL, x.device.type, x).run(x)
 
 
-def silu_mul_reference(x: Tensor, ahead: Tensor | None = None) -> Tensor:
+def silu_mul_reference(x: Tensor) -> Tensor:
     """The definition, in plain torch."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
@@ -42,7 +39,7 @@ def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"{rows}x{columns}-{dtype}", ((wide[:, ::2] if number % 2 else wide[:, : 2 * columns]),)
 
 
-def cost(x: Tensor, ahead: Tensor | None = None) -> Cost:
+def cost(x: Tensor) -> Cost:
     """Four operations a value of the result; three values moved for one."""
     return Cost(2.0 * x.numel(), 1.5 * x.numel() * x.element_size())
 
