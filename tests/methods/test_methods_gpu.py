@@ -155,8 +155,10 @@ def test_what_was_learned_is_saved_and_loaded_bit_for_bit(name: str, tmp_path: P
         assert torch.equal(weight.scales()[0].cpu(), loaded.scales()[0]), layer_name
 
 
+@pytest.mark.raw_memory
 @pytest.mark.parametrize("spill", [None, "cpu", "folder"])
 def test_blocks_come_from_main_memory_one_by_one(spill: str | None, tmp_path: Path) -> None:
+    """Without fences, which are held until the test ends."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(0, 50, (4, 256), generator=generator) for _ in range(8)]
     model = Deep().eval()
@@ -175,8 +177,8 @@ def test_blocks_come_from_main_memory_one_by_one(spill: str | None, tmp_path: Pa
     found = [layer.weight for layer in model.modules() if isinstance(layer, QuantLinear)]
     assert all(torch.equal(weight.unpack(), code) for weight, code in zip(found, codes, strict=True))
     assert all(weight.device.type == "cpu" for weight in found), "the model stays in main memory"
-    # What the check before a run adds up; beside it a batch on its way through a block.
-    assert peak < memory.statistics(stages[0], schemes) + blocks + kept + 4 * 4 * 256 * 1536 * 4
+    # What the check before a run adds up; beside it a batch on its way through a block, and cuBLAS's workspace.
+    assert peak < memory.statistics(stages[0], schemes) + blocks + kept + 4 * 4 * 256 * 1536 * 4 + 2**26
 
 
 def test_two_processes_on_one_gpu_give_the_codes_of_one(tmp_path: Path) -> None:

@@ -4,15 +4,20 @@ To torch "cpu:0" is another device than "cpu": tensors are copied, so that visit
 """
 
 import copy
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import nybble
+from method_layers import layer
 from nybble.errors import BadInput, Unsupported
-from nybble.methods import memory
+from nybble.methods import gptq, memory, schur
 from nybble.methods.room import Visits
 from nybble.ops import QuantLinear
 from nybble.quantize.schemes import scheme
@@ -131,7 +136,7 @@ def test_a_model_that_is_no_chain_is_worked_on_where_it_is() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {**ASKED, "method": "gptq", "calibration": calibration()}
-    moments = 8 * (32 * 32 + 64 * 64) + 4 * 8 * 64 * 64
+    moments = 8 * (32 * 32 + 64 * 64) + 4 * 8 * 64 * 64 + 36 * 32 * 64
     batch = 2 * 24 * 32 * 4
     monkeypatch.setattr(memory, "free", lambda device: moments + 2 * batch)
     model = Model()
@@ -139,7 +144,7 @@ def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.Monkey
         nybble.quantize_(model, **asked)
     assert not codes(model), "nothing was changed"
     monkeypatch.setattr(memory, "free", lambda device: moments - 1)
-    with pytest.raises(BadInput, match=r"0.000172 GB are needed for blocks\.\d .*work on a larger device"):
+    with pytest.raises(BadInput, match=r"0.000246 GB are needed for blocks\.\d .*work on a larger device"):
         nybble.quantize_(model, **asked)
     monkeypatch.setattr(memory, "free", lambda device: moments + 4 * batch)
     nybble.quantize_(model, **asked)
@@ -150,7 +155,31 @@ def test_rounded_inputs_need_three_moments() -> None:
 
     stage = Stage("b", Block(), {"up_proj": nn.Linear(32, 64)})
     sizes = [memory.statistics(stage, {"up_proj": scheme(name)}) for name in ("W4A16", "W4A4")]
-    assert sizes == [8 * 32 * 32 * (1 + 4), 8 * 32 * 32 * (3 + 4)]
+    assert sizes == [8 * 32 * 32 * (1 + 4) + 36 * 32 * 64, 8 * 32 * 32 * (3 + 4) + 36 * 32 * 64]
+
+
+@pytest.mark.raw_memory
+@pytest.mark.parametrize("method", [gptq, schur], ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("name", ["W4A16_G32", "NVFP4A16", "W4A4_G32"])
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (2048, 512)])
+def test_a_layer_needs_no_more_than_was_counted(method: Any, name: str, n: int, k: int) -> None:
+    """Without fences, which are held until the test ends."""
+    from nybble.methods.stages import Stage
+
+    row, linear = scheme(name), nn.Linear(k, n, bias=False)
+    one = layer(name, n, k, seed=0)
+    counted = memory.statistics(Stage("b", linear, {"l": linear}), {"l": row})
+    held = sum(t.nbytes for t in vars(one.inputs).values() if isinstance(t, torch.Tensor))
+    peak = held + most_held(lambda: method.apply(one, method.Config()))
+    assert 0.4 * counted < peak < 1.02 * counted
+
+
+def most_held(run: Callable[[], object]) -> int:
+    """The most bytes that were held at a time of what was allocated meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = [(e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(events)))
 
 
 def test_memory_is_measured() -> None:

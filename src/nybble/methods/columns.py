@@ -31,7 +31,7 @@ from nybble.methods.layer import Factor, Layer
 from nybble.ops.round_columns import round_columns
 from nybble.ops.round_columns.reference import nearest
 from nybble.quantize import QuantTensor, elements, scales
-from nybble.quantize.blocks import cut, sides
+from nybble.quantize.blocks import PIECE, cut, sides
 from nybble.quantize.layouts import DENSE
 
 RUN = 32  # columns whose repairs stay among themselves until the run is done
@@ -190,7 +190,10 @@ def sweep(layer: Layer, target: Target, factor: Factor, policy: Policy) -> Quant
         chosen[index] = policy(target, group, triangle)
         rounded[factor.order[start:stop]], e = commit(target, group, triangle, chosen[index])
         free[stop:].addmm_(upper[start:stop, stop:].t(), e, alpha=-1)
-    codes = elements.encode(target.format.element, rounded)
+    del free
+    codes, step = torch.empty((k, n), dtype=torch.uint8, device=rounded.device), max(1, PIECE // (4 * max(n, 1)))
+    for start in range(0, k, step):
+        codes[start : start + step] = elements.encode(target.format.element, rounded[start : start + step])
     return _assemble(layer, target, codes, [chosen[index] for index in sorted(chosen)])
 
 

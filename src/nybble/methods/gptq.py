@@ -84,7 +84,8 @@ class Settings(Protocol):
 def solved(layer: Layer, config: Settings, policy: Policy) -> QuantTensor:
     """Sweep a layer's weight under a policy for scales."""
     factor = prepared(layer, config.damping, config.act_order)
-    moved = replace(layer, weight=absorbed(layer, config.damping)) if config.absorb else layer
+    moves = config.absorb and layer.inputs is not None and layer.inputs.cross is not None
+    moved = replace(layer, weight=absorbed(layer, config.damping)) if moves else layer
     return replace(sweep(moved, target(moved, config.rule), factor, policy), dtype=layer.weight.dtype)
 
 
@@ -93,7 +94,7 @@ def prepared(layer: Layer, damping: float, act_order: bool) -> Factor:
     if layer.inputs is None:
         raise BadInput(f"{layer.name}: this method needs to see inputs: give calibration")
     width = sides(layer.scheme.weight, tuple(layer.weight.shape))[1]
-    diagonal = layer.inputs.fed.diagonal()
+    diagonal = layer.inputs.fed.diagonal().clone()  # a view would hold the whole matrix
     return layer.inputs.factor(damping, ordered(diagonal, width, act_order))
 
 

@@ -137,6 +137,10 @@ class Inputs:
             self._factors[key] = factor(self.fed, damping, order)
         return self._factors[key]
 
+    def forget(self) -> None:
+        """Let the remembered factors go."""
+        self._factors.clear()
+
 
 def _plus(total: Tensor | None, product: Tensor) -> Tensor:
     return product.to(torch.float64) if total is None else total.add_(product)
@@ -172,22 +176,37 @@ def factor(second_moment: Tensor, damping: float, order: Tensor) -> Factor:
     Raises:
         BadInput: H holds NaN or infinity, or no damping helps.
     """
-    h = second_moment.to(torch.float64)[order][:, order]
+    h = second_moment.to(torch.float64)
     if not bool(h.isfinite().all()):
         raise BadInput("the second moment of the inputs holds NaN or infinity")
-    diagonal = h.diagonal()
+    diagonal = h.diagonal()[order]
     mean = float(diagonal.mean()) or 1.0
-    diagonal.copy_(torch.where(diagonal == 0, mean, diagonal))
+    diagonal = torch.where(diagonal == 0, mean, diagonal)
     strength = damping
     for _ in range(_ATTEMPTS):
-        damped = (h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (strength * mean)).flip(0, 1)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if not int(info) and bool(lower.isfinite().all()):
-            eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
-            upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+        upper = _inverse_root(h, order, diagonal + strength * mean)
+        if upper is not None:
             return Factor(upper, strength, order)
         strength = max(strength * _GROWTH, torch.finfo(torch.float64).eps)
     raise BadInput(f"the second moment of the inputs is not positive even with {strength:.2g} of its mean added")
+
+
+def _inverse_root(h: Tensor, order: Tensor, diagonal: Tensor) -> Tensor | None:
+    """U for H in `order` under another diagonal; None where Cholesky fails.
+
+    At most three matrices of H's size are held at a time beside it.
+    """
+    back = order.flip(0)
+    damped = h[back[:, None], back]
+    damped.diagonal().copy_(diagonal.flip(0))
+    lower, info = torch.linalg.cholesky_ex(damped)
+    del damped
+    if int(info) or not bool(lower.isfinite().all()):
+        return None
+    root = lower.flip(0, 1)
+    del lower
+    upper: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(h), dtype=h.dtype, device=h.device), upper=True)
+    return upper
 
 
 @dataclass(frozen=True)
@@ -221,8 +240,10 @@ def absorbed(layer: Layer, damping: float) -> Tensor:
     if layer.inputs is None or cross is None:
         return weight
     fed = layer.inputs.fed
-    d = torch.eye(len(fed), dtype=fed.dtype, device=fed.device) * (damping * float(fed.diagonal().mean()) or 1.0)
-    moved: Tensor = torch.linalg.solve(fed + d, (weight @ (cross + d)).t()).t()
+    d = damping * float(fed.diagonal().mean()) or 1.0
+    for moment in (fed, cross):  # both are fresh
+        moment.diagonal().add_(d)
+    moved: Tensor = torch.linalg.solve(fed, (weight @ cross).t()).t()
     return moved.contiguous()
 
 

@@ -109,11 +109,15 @@ class Run:
                 probe = partial(self.driver.probe, stage)
                 inputs.update(part.module.fold(stage, inputs, self.scheme, part.config, probe))
         amax = weight_amax(stage.linears)
-        weights = {}
+        weights, readers = {}, Counter(map(id, inputs.values()))
         for name, linear in stage.linears.items():
             layer = Layer(name, linear.weight, self.schemes[name], amax[name], inputs.get(name))
             weights[name] = self._round(layer)
             self._tell(total, 1, name)
+            if layer.inputs is not None:
+                readers[id(layer.inputs)] -= 1
+                if not readers[id(layer.inputs)]:
+                    layer.inputs.forget()
         reached = {name: seen.amax.amax() for name, seen in inputs.items()}
         unreached = [] if self.driver is None else [name for name in stage.linears if name not in inputs]
         return Finished(weights, _others(stage), reached, unreached)
