@@ -30,8 +30,8 @@ PROMPT = torch.tensor([[5, 17, 3, 80, 41], [9, 9, 1, 0, 96]])
 @torch.no_grad()
 def agree(model: nn.Module, steps: int = 6) -> None:
     """The runner's logits after each step are the full forward's, and its tokens transformers' greedy ones."""
-    runner = Runner(model, capacity=16, batch=2)
-    logits = [runner.prefill(PROMPT).clone()]
+    runner, prompt = Runner(model, capacity=16, batch=2), PROMPT.to(model.device)
+    logits = [runner.prefill(prompt).clone()]
     for _ in range(steps):
         logits.append(runner.step().clone())
     tokens = runner.tokens[:, : runner.length]
@@ -39,6 +39,27 @@ def agree(model: nn.Module, steps: int = 6) -> None:
     got = torch.stack(logits, 1)
     assert float((got - full).norm() / full.norm()) < 1e-5
     assert torch.equal(got[:, :-1].argmax(-1), tokens[:, PROMPT.shape[1] :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [4, 2])
+def test_captured_steps_agree_with_transformers(heads: int) -> None:
+    agree(tiny(num_attention_heads=heads).to("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [None, "W4A16", "NVFP4A16"])
+def test_captured_steps_are_those_of_single_launches(scheme: str | None) -> None:
+    model = tiny().to("cuda", torch.bfloat16)
+    model = model if scheme is None else nybble.quantize_(model, scheme)
+    results = []
+    for graph in (False, True):
+        runner = Runner(model, capacity=16, batch=2, graph=graph)
+        runner.prefill(PROMPT.cuda())
+        results.append((runner.decode(8).clone(), runner.logits.clone()))
+        assert not runner.turns.any()
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

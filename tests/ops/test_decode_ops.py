@@ -102,6 +102,22 @@ def test_attention_is_sdpa_over_the_valid_part() -> None:
     assert float((got - valid[:, :, 0]).norm() / valid.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_count_of_turns_serves_again(device: str) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, and do not take tensors of the CPU")
+    kernel = greedy_token.GREEDY_TOKEN.implementations("cuda")[0]
+    generator = torch.Generator().manual_seed(0)
+    turns, token = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    for call in (1, 2, 3):
+        logits = torch.randn(3, 9000, generator=generator).to(device)
+        assert kernel.run(logits, token, position, turns) is token
+        assert torch.equal(token, logits.argmax(-1))
+        assert int(position) == call
+        assert not turns.any()
+
+
 def test_parts_fill_the_machine_and_none_is_shorter_than_a_step() -> None:
     from nybble.ops.decode_attention.triton import parts_for
 
