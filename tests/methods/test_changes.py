@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import nybble
 from method_layers import layer
 from nybble.errors import BadInput, NybbleError, Unsupported
-from nybble.methods import Settings, awq, hadamard, record, rtn, smoothquant
+from nybble.methods import Settings, awq, distill, hadamard, record, rtn, smoothquant
 from nybble.methods.calibrate import collect
 from nybble.methods.fold import Edge, edges, fold_edges
 from nybble.methods.layer import Layer
@@ -253,10 +253,11 @@ def test_settings_out_of_range_are_refused() -> None:
         nybble.quantize_(llama(), "W4A16", "awq", calibration=calibration(), config=awq.Config(points=1))
 
 
-@pytest.mark.parametrize("method", ["smoothquant+gptq", "awq", "hadamard+gptq"])
-def test_what_is_folded_is_saved_and_loaded(method: str, tmp_path: Path) -> None:
-    """Folded changes live in ordinary weights, so that a checkpoint needs no word for them."""
-    settings = Settings(parts={"hadamard": hadamard.Config(fold=True, online=False)})
+@pytest.mark.parametrize("method", ["smoothquant+gptq", "awq", "awq+schur", "hadamard+gptq", "distill"])
+def test_what_a_method_made_is_saved_and_loaded(method: str, tmp_path: Path) -> None:
+    """What is folded or trained lives in ordinary weights, so that a checkpoint needs no word for it."""
+    parts = {"hadamard": hadamard.Config(fold=True, online=False), "distill": distill.Config(steps=3, lr=1e-3)}
+    settings = Settings(parts=parts)
     model = nybble.quantize_(llama(), "W4A16_G32", method, calibration=calibration(), config=settings)
     nybble.save(model, tmp_path / "out")
     again = nybble.load(tmp_path / "out")

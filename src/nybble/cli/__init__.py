@@ -153,7 +153,7 @@ def _add_quantize(p: _Parser) -> None:
                    help="another scheme for some layers, or none to leave them: '*.v_proj=W4A8_G32' 'down_proj=none'; "
                         "the last that matches decides")  # fmt: skip
     p.add_argument("--set", nargs="+", default=[], metavar="METHOD.SETTING=VALUE",
-                   help="a method's settings: gptq.act_order=true, hadamard.plain=true, distill.steps=500")  # fmt: skip
+                   help="a method's settings: gptq.act_order=false, hadamard.plain=true, distill.lr=1e-4")  # fmt: skip
     p.add_argument("--calibration", metavar="FILE",
                    help="UTF-8 text to learn from (default: Python's own help topics, but for their end)")  # fmt: skip
     p.add_argument("--samples", type=_count, metavar="N",

@@ -11,9 +11,9 @@ the other: a policy sees the group *as it is by then*, after all repairs, and na
 rounded. Weights lie transposed, [K, N], so that a column is contiguous; repairs within a run of columns are made at
 once, those beyond it as one matrix product. The cost is about N K^2 multiplications in float64.
 
-Order. Columns may be taken in another order, largest diag(H) first (act-order): groups are reordered as wholes, and
-columns within their group, so that a group's scale can still be chosen when its turn comes and neighbours in storage
-still share it.
+Order. Columns are taken as they lie, or largest diag(H) first (act-order, the default): groups are reordered as
+wholes, and columns within their group, so that a group's scale can still be chosen when its turn comes and neighbours
+in storage still share it.
 """
 
 from __future__ import annotations
