@@ -4,8 +4,8 @@ For each block: its inputs are gathered while the kept activations run through i
 their scales in, the linears are rounded, and the activations go through the block as it has become. See stages.py
 for how a model is cut, layer.py for what is gathered.
 
-Peak memory beyond the model: the activations that enter one block, and one block's statistics, 8 K^2 bytes for each
-distinct input and twice that while it is factored.
+Peak memory beyond the model: the activations that enter one block, one block's second moments, the factoring of one
+and the rounding of one weight (memory.py has the sizes).
 """
 
 from __future__ import annotations
