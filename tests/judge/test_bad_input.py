@@ -108,13 +108,27 @@ def test_the_environment_holds_no_secret(verdict_of: Callable[..., Verdict], mon
         ("no_such_file.py", "no such file"),
         ("empty.py", "has no 'Model'"),
         ("broken.py", "does not import: ZeroDivisionError"),
+        ("no_inputs.py", r"get_inputs\(\) raises RuntimeError: not today"),
+        ("no_list.py", r"get_inputs\(\) gave a NoneType, expected a list"),
+        ("no_init.py", r"get_init_inputs\(\) raises TypeError"),
+        ("no_model.py", r"Model\(\*get_init_inputs\(\)\) raises TypeError"),
+        ("text.py", "Model on its own inputs raises TypeError: "),
     ],
 )
 def test_a_bad_problem_is_an_error(problem: str, message: str, tmp_path: Path, zygote: Zygote) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    whole = (PROBLEMS / "matmul.py").read_text()
+    for name, more in (
+        ("no_inputs", "def get_inputs(): raise RuntimeError('not today')\n"),
+        ("no_list", "def get_inputs(): return None\n"),
+        ("no_init", "def get_init_inputs(): return None\n"),
+        ("no_model", "def get_init_inputs(): return [1, 2, 3]\n"),
+        ("text", "def get_inputs(): return ['a', 'b']\n"),
+    ):
+        (tmp_path / f"{name}.py").write_text(whole + more)
     with pytest.raises(BadInput, match=message):
-        judge(str(tmp_path / problem), str(PROBLEMS / "matmul.py"), zygote=zygote)
+        judge(str(tmp_path / problem), f"{PROBLEMS / 'matmul.py'}:Model", zygote=zygote)
 
 
 def test_unknown_names_are_told(zygote: Zygote, tmp_path: Path) -> None:

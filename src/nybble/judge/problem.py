@@ -104,8 +104,10 @@ class Problem:
     def build(self, seed: int) -> None:
         """Construct the model; its weights are the ones every candidate gets."""
         with seeded(seed_of(seed, "init")):
-            self.init = list(self.get_init())
-            self.model = self.make if self.function else self.make(*copy.deepcopy(self.init))
+            with _told(self.spec, "get_init_inputs()"):
+                self.init = list(self.get_init())
+            with _told(self.spec, f"{self.name}(*get_init_inputs())"):
+                self.model = self.make if self.function else self.make(*copy.deepcopy(self.init))
         if isinstance(self.model, torch.nn.Module):
             self.model.to(self.device).eval()
             self.state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
@@ -113,7 +115,7 @@ class Problem:
 
     def inputs(self, seed: int) -> list[Any]:
         """Fresh inputs as the problem makes them."""
-        with seeded(seed):
+        with seeded(seed), _told(self.spec, "get_inputs()"):
             values = self.get_inputs()
         if not isinstance(values, list | tuple):
             raise BadInput(f"{self.spec}: get_inputs() gave a {type(values).__name__}, expected a list")
@@ -170,6 +172,11 @@ class Problem:
         """The framework's own result in the problem's precision."""
         return self._run(case, upcast=False)[0]
 
+    def try_out(self, case: Case) -> None:
+        """Raise BadInput if the reference fails on its own inputs: then no candidate can be asked anything."""
+        with _told(self.spec, f"{self.name} on its own inputs"):
+            self.once(case)
+
     def _run(self, case: Case, upcast: bool) -> tuple[Any, list[Any], State]:
         """(result, inputs afterwards, state afterwards), nothing of the case or the problem changed."""
         given = [_prepare(v, self.device, upcast) for v in case.inputs]
@@ -225,6 +232,15 @@ def _prepare(value: Any, device: str, upcast: bool) -> Any:
         return copy.deepcopy(value)
     moved = value.detach().clone().to(device)
     return moved.double() if upcast and moved.dtype.is_floating_point else moved
+
+
+@contextmanager
+def _told(spec: str, what: str) -> Iterator[None]:
+    """Whatever the problem's own code raises is the problem's fault, and is said so."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{spec}: {what} raises {type(error).__name__}: {error}") from error
 
 
 def _import(path: str) -> ModuleType:
