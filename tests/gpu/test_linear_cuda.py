@@ -59,7 +59,8 @@ def test_every_plan_agrees_and_repeats_itself() -> None:
         kinds: dict[object, object] = {}
         for _, plan in config.choose(cuda.problem(x, w)).scored:
             split = getattr(plan, "slices", 1) > 1 or getattr(plan, "cluster", 1) > 1
-            kinds.setdefault((type(plan), split, getattr(plan, "split", 1), getattr(plan, "tiles", 1)), plan)
+            more = getattr(plan, "split", 1), getattr(plan, "tiles", 1), getattr(plan, "even", False)
+            kinds.setdefault((type(plan), split, *more), plan)
         for plan in kinds.values():
             y = cuda.run(x, w, bias, plan)
             LINEAR.check(y, args, f"{plan} on {label}")
@@ -119,6 +120,29 @@ def test_many_tokens_through_cublas(name: str, n: int, k: int) -> None:
         assert ((plain - expected).abs() <= expected.abs() * 2.0**-7).all()
     else:
         assert torch.equal(plain, expected), "each value is rounded once"
+
+
+@pytest.mark.parametrize(
+    "plan", [config.Walk(256, 5, 3), config.Walk(256, 5, 3, even=False), config.Walk(128, 8, 3)], ids=str
+)
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "nvfp4", "fp8_channel"])
+@pytest.mark.parametrize(("m", "n", "k"), [(257, 136, 200), (300, 1032, 1100), (1000, 4096, 512), (513, 2504, 2048)])
+def test_blocks_that_stay_agree_and_repeat_themselves(plan: config.Walk, name: str, m: int, n: int, k: int) -> None:
+    """Tiles that divide nothing, cut along K among clusters or not; the same bits in every run and in a graph."""
+    cuda = pytest.importorskip("nybble.ops.linear.cuda")
+    w, dtype = weight(n, k, name), torch.float16 if name.startswith("int4") else torch.bfloat16
+    x, bias = normal(m, k, seed=m, dtype=dtype), normal(n, seed=5, dtype=dtype) if m % 2 else None
+    if (why := plan.refusal(cuda.problem(x, w))) is not None:
+        pytest.skip(why)
+    y = cuda.run(x, w, bias, plan)
+    LINEAR.check(y, (x, w, bias, None, None), f"{plan} on {name}")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = cuda.run(x, w, bias, plan)
+    for _ in range(3):
+        again.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(again, y)
 
 
 @pytest.mark.raw_memory

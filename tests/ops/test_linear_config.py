@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 
 from nybble.formats import table
-from nybble.ops.linear import CASE_FORMATS, config, macros
+from nybble.ops._declare import Implementation
+from nybble.ops.linear import CASE_FORMATS, config, cuda, macros
+from nybble.quantize import quantize
 
 AMPERE = replace(config.H200, capability=(8, 0), processors=108, shared_bytes=163 * 1024)
 INT4 = table.block("int4_g128")
@@ -51,8 +55,79 @@ def test_the_same_description_gives_the_same_choice_and_prints_it() -> None:
 
 
 def test_few_tokens_stream_and_many_go_through_tiles() -> None:
-    assert isinstance(config.choose(config.Problem(1, 4096, 4096, INT4)).plan, config.Stream)
-    assert isinstance(config.choose(config.Problem(256, 4096, 4096, INT4)).plan, config.Tile)
+    for m, kind in ((1, config.Stream), (64, config.Tile), (2048, config.Tile)):
+        assert isinstance(config.choose(config.Problem(m, 4096, 4096, INT4)).plan, kind)
+
+
+def test_eight_bits_go_through_cublas_where_tiles_were_measured_to_be_slower() -> None:
+    for name, (n, k) in (
+        ("int8_channel", (14336, 4096)),
+        ("int8_channel", (4096, 4096)),
+        ("fp8_channel", (14336, 4096)),
+    ):
+        assert isinstance(config.choose(config.Problem(2048, n, k, table.block(name))).plan, config.Widen)
+
+
+@pytest.mark.parametrize("implementation", cuda.IMPLEMENTATIONS, ids=lambda i: i.name)
+def test_every_implementation_says_why_not(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of tokens: also where a kernel is not among the candidates at all."""
+    monkeypatch.setattr(cuda, "machine", lambda device: config.H200)
+    monkeypatch.setattr(cuda._nvrtc, "available", lambda: None)
+    w = quantize(torch.randn(256, 512, generator=torch.Generator().manual_seed(0)), "int4_g128")
+    for m in (1, 16, 33, 256, 2048):
+        x = torch.zeros(m, 512, dtype=torch.bfloat16)
+        willing = [each.name for each in cuda.IMPLEMENTATIONS if each.supports(x, w, None, None, None) is None]
+        assert len(willing) == 1
+        reason = implementation.supports(x, w, None, None, None)
+        assert reason is None or reason
+
+
+@pytest.mark.parametrize("name", CASE_FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096)])
+def test_cublas_is_never_passed_over_for_something_slower(name: str, n: int, k: int) -> None:
+    fmt = table.block(name)
+    if fmt.element.bits == 6:
+        pytest.skip("not decoded by these kernels")
+    for m in (256, 512, 2048, 8192):
+        p = config.Problem(m, n, k, fmt)
+        assert config.choose(p).scored[0][0] <= config.Widen().score(p)
+
+
+def _segments(plan: config.Walk, p: config.Problem) -> list[list[tuple[int, int, int]]]:
+    """walk.cu's Segments: for each cluster, the chunks [begin, end) of which tiles it computes, in its order."""
+    clusters, shared, found = plan.clusters(p), plan.shared_tiles(p), []
+    for cluster in range(clusters):
+        low, high = (shared * p.chunks * (cluster + i) // clusters for i in (0, 1))
+        mine = []
+        while high > low:
+            tile = (high - 1) // p.chunks
+            begin = max(low - tile * p.chunks, 0)
+            mine.append((tile, begin, high - tile * p.chunks))
+            high = tile * p.chunks + begin
+        found.append(mine + [(tile, 0, p.chunks) for tile in range(shared + cluster, plan.tiles(p), clusters)])
+    return found
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(256, 28672, 8192), (256, 14336, 4096), (2048, 14336, 4096), (257, 4096, 4096), (33, 8, 64), (300, 264, 131072)],
+)
+def test_every_chunk_is_computed_once_and_waiting_goes_backwards(m: int, n: int, k: int, even: bool) -> None:
+    p, plan = config.Problem(m, n, k, INT4), config.Walk(256, 5, 3, even)
+    found = _segments(plan, p)
+    assert all(found), "no cluster is idle, or those after it would wait for ever"
+    covered = sorted(segment for mine in found for segment in mine)
+    for tile in range(plan.tiles(p)):
+        pieces = [(begin, end) for t, begin, end in covered if t == tile]
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == p.chunks
+        assert all(before[1] == after[0] for before, after in pairwise(pieces))
+    for mine in found:
+        unfinished = [i for i, (_, _, end) in enumerate(mine) if end < p.chunks]
+        assert unfinished in ([], [0]), "what another cluster finishes is put down once, before any waiting"
+    load = [sum(end - begin for _, begin, end in mine) for mine in found]
+    assert not even or max(load) - min(load) <= (0 if not plan.shared_tiles(p) else 1)
 
 
 def test_tiles_refuse_what_they_would_round_too_much_and_other_machines() -> None:
@@ -93,5 +168,5 @@ def test_no_more_blocks_share_a_processor_than_an_even_spread_puts_there(n: int,
 
 def test_weights_of_unusual_scales_are_not_given_to_fp16_tiles() -> None:
     usual, unusual = (config.Problem(256, 4096, 4096, INT4, fp16=True, usual=usual) for usual in (True, False))
-    assert isinstance(config.choose(usual).plan, config.Tile)
+    assert isinstance(config.choose(usual).plan, config.Tile | config.Walk)
     assert isinstance(config.choose(unusual).plan, config.Stream)

@@ -1,11 +1,12 @@
 """linear on NVIDIA GPUs with 16-bit activations: CUDA C++ kernels, compiled when first needed.
 
-Three ways serve every weight that decode.cuh can decode: stream.cu keeps x in shared memory and lets the weight
-stream past (few tokens; compute capability 8.0 and later), tile.cu feeds wgmma with weights decoded in registers
-(many tokens; Hopper), and widen.cu writes the weight out in bf16 once for cuBLAS (thousands of tokens, and many where
-tile.cu does not serve; its 2 N K bytes are given back to torch's allocator after the call, so a model needs room for
-one layer). config.py chooses among them and their shapes. All read the weight in the layout of
-quantize/layouts_gpu.py; a weight in another one is converted on every call, so QuantLinear.prepare does it once.
+Four ways serve the weights that decode.cuh can decode: stream.cu keeps x in shared memory and lets the weight stream
+past (few tokens; compute capability 8.0 and later), tile.cu feeds wgmma with weights decoded in registers (tens of
+tokens; Hopper), walk.cu does so with blocks that stay (hundreds and more; Hopper), and widen.cu writes the weight out
+in bf16 once for cuBLAS (many tokens where those two do not serve; its 2 N K bytes are given back to torch's allocator
+after the call, so a model needs room for one layer). config.py chooses among them and their shapes. All read the weight
+in the layout of quantize/layouts_gpu.py; a weight in another one is converted on every call, so QuantLinear.prepare
+does it once.
 
 Nothing here synchronises but the first call with a weight whose range of scales matters (macros.usual_scales), and
 memory comes from torch's allocator alone, so calls may be captured in a CUDA graph.
@@ -30,7 +31,7 @@ from nybble.quantize import QuantTensor, elements
 from nybble.quantize.layouts import Layout
 from nybble.quantize.layouts_gpu import SPREAD_TILES, TILES
 
-_STREAM, _TILE, _WIDEN = (Path(__file__).with_name(name) for name in ("stream.cu", "tile.cu", "widen.cu"))
+_STREAM, _TILE, _WALK, _WIDEN = (Path(__file__).with_name(f"{name}.cu") for name in ("stream", "tile", "walk", "widen"))
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 _SUM_THREADS = 256
 _OLDEST = (8, 0)
@@ -64,6 +65,18 @@ class _Tile(ctypes.Structure):
         *((name, _INT) for name in ("m", "n", "blocks", "chunks", "slice", "shift", "token_tiles")),
         ("factor", ctypes.c_float),
         ("padding", ctypes.c_uint64 * 6),
+    ]
+
+
+class _Walk(ctypes.Structure):
+    """walk.cu's Arguments, rounded up likewise."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64 * 16) for name in ("x", "y")),
+        *((name, _POINTER) for name in ("codes", "scale", "zero", "tensor_scale", "bias", "parts", "ready")),
+        *((name, _INT) for name in ("m", "n", "blocks", "chunks", "shift", "pairs", "token_tiles", "shared")),
+        ("factor", ctypes.c_float),
+        ("padding", ctypes.c_uint64 * 4),
     ]
 
 
@@ -197,6 +210,27 @@ def tile(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Tile, y: T
     kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
 
 
+def walk(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Walk, y: Tensor, overlap: bool = True) -> None:
+    """y [M, N] = x [M, K] w^T + bias with walk.cu; w in `layout_for(w.format)`, y's rows at multiples of 16 bytes."""
+    p, fmt, half = problem(x, w), w.format, macros.COLUMNS // 2
+    x = _aligned(x)
+    shared, blocks = plan.shared_tiles(p), plan.grid(p)[0]
+    # Flags start at zero in every call: a captured graph may be replayed anywhere, beside anything.
+    ready = torch.zeros((blocks, 2), dtype=torch.int32, device=x.device) if shared else None
+    parts = x.new_empty((blocks, plan.rows, plan.tokens), dtype=torch.float32) if shared else None
+    arguments = _Walk(
+        _nvrtc.tensor_map(x.data_ptr(), (p.m, x.shape[1]), x.stride(0), (plan.tokens // 2, half), p.fp16),
+        _nvrtc.tensor_map(y.data_ptr(), (p.m, p.n), p.n, (config.OUT_TOKENS, half), p.fp16),
+        *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, bias, parts, ready), p.m, p.n, w.codes.shape[0],
+        p.chunks, macros.group_shift(fmt), plan.pairs(p), plan.token_tiles(p), shared,
+        macros.tile_factor(fmt, p.fp16, p.usual),
+    )  # fmt: skip
+    found = {**macros.defines(fmt, p.fp16, p.usual), **macros.tile_defines(fmt, p.fp16), **plan.defines(p.m)}
+    kernel = _kernel(_WALK, tuple(sorted(found.items())), "linear_walk", x.device.index)
+    current = torch.cuda.current_stream(x.device).cuda_stream
+    kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
+
+
 def widened(w: QuantTensor, overlap: bool = True) -> Tensor:
     """w [N, K] in bf16, each value rounded once; w in `layout_for(w.format)`."""
     (n, k), fmt, usual = w.shape, w.format, _usual(w, False)
@@ -236,6 +270,8 @@ def run(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Plan) -> Te
         rows, out = x.reshape(-1, k), y.view(-1, n)
         if isinstance(plan, config.Tile):
             tile(rows, w, bias, plan, out)
+        elif isinstance(plan, config.Walk):
+            walk(rows, w, bias, plan, out)
         else:
             for first in range(0, len(rows), 8 * plan.mt):
                 part = slice(first, first + 8 * plan.mt)
@@ -276,9 +312,8 @@ def _implementation(name: str, kind: type, what: str) -> Implementation:
             return None
         best, mine = choice.scored[0][0], [time for time, plan in choice.scored if isinstance(plan, kind)]
         if not mine:
-            return next(
-                c.refusal(choice.problem) or what for c in config.candidates(choice.problem) if isinstance(c, kind)
-            )
+            tried = (c for c in config.candidates(choice.problem) if isinstance(c, kind))
+            return next((c.refusal(choice.problem) or what for c in tried), what)
         return f"{what}: predicted {mine[0]:.1f} us, the other kernel {best:.1f} us"
 
     def execute(
@@ -290,7 +325,8 @@ def _implementation(name: str, kind: type, what: str) -> Implementation:
 
 
 IMPLEMENTATIONS = (
-    _implementation("linear_wna16_tile_cuda_sm90", config.Tile, "fewer tokens than it pays for"),
+    _implementation("linear_wna16_walk_cuda_sm90", config.Walk, "fewer tokens than it pays for"),
+    _implementation("linear_wna16_tile_cuda_sm90", config.Tile, "not as many tokens as it pays for"),
     _implementation("linear_wna16_stream_cuda_sm80", config.Stream, "more tokens than it pays for"),
     _implementation("linear_wna16_widen_cublas_sm80", config.Widen, "fewer tokens than it pays for"),
 )

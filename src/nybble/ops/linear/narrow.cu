@@ -18,10 +18,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 #include "async.cuh"
 #include "wgmma.cuh"
-#include "wgmma8.cuh"
+#include "wgmma_many.cuh"
+#include "cluster.cuh"
 
 #define ROWS 128
-#define CLUSTER 2
 #define CHUNK 128  // columns, and bytes of a row of x
 #define W_ROW (NIBBLES ? 64 : 128)  // bytes of a row of W in a chunk
 #define W_BYTES (ROWS * W_ROW)
@@ -66,50 +66,6 @@ struct Memory {
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES) + stage * 8; }  // one more, for nothing
 };
 
-// A stage of the ring and how often it has been round.
-struct Turn {
-  u32 stage, phase;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
-
-__device__ __forceinline__ void tensor_to_both(u32 to, const TensorMap *map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)3) : "memory");
-}
-__device__ __forceinline__ void store_tensor(const TensorMap *map, u32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
-               ::"l"(map), "r"(column), "r"(row), "r"(from) : "memory");
-}
-template <int PENDING> __device__ __forceinline__ void stored_wait() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r]; }"
-               ::"r"(barrier), "r"(rank) : "memory");
-}
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive(int barrier, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-// Four 8x8 matrices of 16-bit values, transposed; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_matrices(u32 to, const u32 *from) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-#if Y_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
-}
 __device__ __forceinline__ float half_float(unsigned short half, bool fp16) {
   float wide = __uint_as_float((u32)half << 16);
   if (fp16) asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
@@ -127,7 +83,7 @@ __device__ __forceinline__ float2 read_two(u32 from) {
 
 // The feeding lane: asks for every chunk of every tile, as stages come free in both blocks.
 __device__ __forceinline__ void feed(const Arguments &p, const Memory &memory, int first, int step, int rank) {
-  Turn turn = {0, 1};
+  Ring<STAGES> turn = {0, 1};
 #pragma unroll 1
   for (int tile = first; tile < p.pairs * p.token_tiles; tile += step) {
     const Place at = place(p, tile, rank);
@@ -168,22 +124,12 @@ struct Nibbles {
   }
 };
 
-// Holds the compiler back: what is read of these registers is read after this point, what is written is written before.
-__device__ __forceinline__ void settle(int *registers) {
-#pragma unroll
-  for (int i = 0; i < SUMS_OF_THREAD; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-__device__ __forceinline__ void settle(float *registers) {
-#pragma unroll
-  for (int i = 0; i < SUMS_OF_THREAD; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
-
 // A warpgroup's way through the chunks of its tiles.
 struct Walk {
   const Arguments &p;
   const Memory &memory;
   int group, warp, lane;
-  Turn turn;
+  Ring<STAGES> turn;
   u32 before;  // the stage that is not yet given back
 
   __device__ __forceinline__ void release() const {
@@ -228,7 +174,7 @@ __device__ __forceinline__ void multiply_rows(Walk &walk, Sum *sum, bool leads) 
     if (leads && chunk + 1 == min(SKEW, walk.p.chunks)) arrive(3, 256);
   }
   wgmma_wait<0>();
-  settle(sum);
+  settle<SUMS_OF_THREAD>(sum);
   walk.release();
   walk.before = STAGES;
 }
@@ -240,7 +186,7 @@ struct Pending {
 
   // total += the sums times their scales. A thread has, of tokens 8j + 2t and the next, its rows g and g + 8.
   __device__ __forceinline__ void fold(float *total, Sum *sum, int lane) const {
-    settle(sum);
+    settle<SUMS_OF_THREAD>(sum);
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j) {
       const float2 x = X_GROUPED ? read_two(scales + (8 * j + lane % 4 * 2) * 4) : make_float2(1.f, 1.f);
@@ -250,7 +196,7 @@ struct Pending {
         total[4 * j + i] = fmaf((float)sum[4 * j + i], scale, total[4 * j + i]);
       }
     }
-    settle(total);
+    settle<SUMS_OF_THREAD>(total);
   }
 };
 
@@ -328,7 +274,7 @@ __device__ __forceinline__ void store(const Arguments &p, const Memory &memory, 
         const float2 x = read_two(row + (8 * j + lane % 4 * 2) * 4);
         const float low = FOLD ? total[first] : (float)sum[first], high = FOLD ? total[first + 1] : (float)sum[first + 1];
         const float w = factors.w[i % 2], bias = factors.bias[i % 2];
-        halves[i] = pack(__fadd_rn(__fmul_rn(__fmul_rn(low, x.x), w), bias), __fadd_rn(__fmul_rn(__fmul_rn(high, x.y), w), bias));
+        halves[i] = pack<Y_FP16>(__fadd_rn(__fmul_rn(__fmul_rn(low, x.x), w), bias), __fadd_rn(__fmul_rn(__fmul_rn(high, x.y), w), bias));
       }
       const u32 at_token = pair * 16 + token;
       store_matrices(out + at_token * 128 + (piece ^ (at_token & 7)) * 16, halves);

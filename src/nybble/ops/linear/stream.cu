@@ -8,7 +8,7 @@
 // memory in a fixed order: the result is the same in every run.
 //
 // Definitions beyond decode.cuh's: MT (8-token tiles), RT, WN, WK, STAGES, TOKENS (columns of the products that are
-// kept).
+// kept), PLACES (blocks that share a processor).
 #include "decode.cuh"
 #include "async.cuh"
 #include "weights.cuh"
@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish(const Arguments &p, const float *red, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_stream(const Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, PLACES) linear_stream(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
   float *red = (float *)(shared + RING_BYTES);
   u32 *table = (u32 *)(red + 2 * RED_FLOATS);

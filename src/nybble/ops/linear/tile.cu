@@ -16,6 +16,7 @@
 #include "async.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
+#include "operands.cuh"
 
 #define GROUPS_OF_WARPS (ROW_GROUPS * SPLIT)
 #define WARPS (4 * GROUPS_OF_WARPS)
@@ -24,9 +25,6 @@
 #define ROWS (64 * RT * ROW_GROUPS)
 #define TOKENS (TOKENS_N * TOKENS_B)  // 16 go through mma, more through wgmma
 #define X_HALF (TOKENS * 128)  // 64 columns of x, a row of 128 bytes a token
-#define SCALE_TILE (8 * ROW_SCALE_BYTES)
-#define ZERO_TILE (8 * ROW_ZERO_BYTES)
-#define GROUP_BYTES (4 * (TILE_BYTES + SCALE_TILE + ZERO_TILE))  // what 64 rows have of a chunk: codes, scales, zeros
 #define CHUNK_BYTES (2 * X_HALF + RT * ROW_GROUPS * GROUP_BYTES)
 #define RING_BYTES (STAGES * SPLIT * CHUNK_BYTES)
 #define TOGETHER (TOKENS_N == 16)  // whether lanes share the work on scales
@@ -42,30 +40,6 @@ struct Arguments {
   int M, N, blocks, chunks, slice, shift, token_tiles;
   float factor;
 };
-
-// The A operands of a half's four steps: elements, times their scales unless those are left to the end.
-template <int HALF> __device__ __forceinline__ void operands(u32 (*a)[4], const Tile &tile) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int j = HALF * 4 + i, group = j * GROUPS / STEPS;
-    u32 terms[2], scales[2] = {};
-    tile.terms(group, terms);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int at = r * GROUPS + group;
-      if (INT_TAKES_SCALE) {
-        scales[r] = __byte_perm(tile.scale[at / 2], 0, at & 1 ? 0x3232 : 0x1010);
-        terms[r] = mul2(scales[r], SIGN | POWER(INT_SCALE_UP + BITS - X_BIAS - X_MANTISSA));
-      } else if (!FOLD && !ROW_SCALE) {
-        scales[r] = SPLAT(float_x(scale_value(tile.scale, at) * __uint_as_float((127 + SCALE_UP) << 23)));
-      }
-    }
-    decode_step(tile.codes, j, terms, scales, nullptr, a[i]);
-#pragma unroll
-    for (int p = 0; p < 4; ++p)
-      if (!FOLD && !ROW_SCALE && !INT_TAKES_SCALE) a[i][p] = mul2(a[i][p], scales[p & 1]);
-  }
-}
 
 // Where the chunk of warpgroup `group` lies in a stage: x's tile and the 64 rows `rt` of the weight. All of x, aligned for
 // the swizzle, comes before all of the weight.
@@ -162,15 +136,8 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
     Tile tiles[RT];
     barrier_wait(full + stage * 8, phase);
 #pragma unroll
-    for (int rt = 0; rt < RT; ++rt) {
-      const u32 mine = weights_at(base, stage, warp / 4, rt), after = mine + 4 * TILE_BYTES;
-      tiles[rt].read_codes(mine + in_group * TILE_BYTES, lane);
-      if (SCALE_TILE)
-        read_row<Tile::scale_bytes<TOGETHER>()>(tiles[rt].scale,
-                                                after + row * SCALE_BYTES + Tile::scale_start<TOGETHER>(lane));
-      if (ZERO_TILE) read_row<ZERO_BYTES>(tiles[rt].zero, after + 4 * SCALE_TILE + row * ZERO_BYTES);
-      tiles[rt].prepare<TOGETHER>(lane);
-    }
+    for (int rt = 0; rt < RT; ++rt)
+      read_tile<TOGETHER>(tiles[rt], weights_at(base, stage, warp / 4, rt), in_group, row, lane);
 #if TOKENS_N == 16
     multiply_half<0>(sum, tiles, x, lane), multiply_half<1>(sum, tiles, x, lane);
     __syncwarp();

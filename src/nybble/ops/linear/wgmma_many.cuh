@@ -1,16 +1,23 @@
-// wgmma of Hopper (sm_90a) on 8-bit operands: d[64, TOKENS] += a[64, 32] @ b[TOKENS, 32]^T, in int32 for integers and in
-// float32 for e4m3. a comes from shared memory or from registers, in mma.m16n8k32's order; b from shared memory, rows of
-// 128 bytes swizzled as wgmma.cuh says. With `keep` = 0 what was in d is dropped.
+// wgmma of Hopper (sm_90a) for 128 to 256 tokens at once: d[64, TOKENS] += a[64, DEPTH] @ b[TOKENS, DEPTH]^T, on 16-bit floats
+// where X_FP16 is defined, else on 8-bit operands: in int32 for integers, in float32 for floats. a comes from shared memory
+// or from registers, in the order of mma.m16n8's operand of that depth; b from shared memory, rows of 128 bytes swizzled as
+// wgmma.cuh says. With `keep` = 0 what was in d is dropped.
 #pragma once
 
-#if FLOAT8
-#define TYPES "f32.e4m3.e4m3"
+#ifdef X_FP16
+#define TYPES "k16.f32." X_TYPE "." X_TYPE
+#define SIGNS ", 1, 1, 0"
+#elif FLOAT8
+#define TYPES "k32.f32.e4m3.e4m3"
 #define SIGNS ", 1, 1"
+#else
+#define TYPES "k32.s32.s8.s8"
+#define SIGNS ""
+#endif
+#if defined(X_FP16) || FLOAT8
 #define SUM "+f"
 typedef float Sum;
 #else
-#define TYPES "s32.s8.s8"
-#define SIGNS ""
 #define SUM "+r"
 typedef int Sum;
 #endif
@@ -26,7 +33,7 @@ typedef int Sum;
                  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #if TOKENS == 256
-#define SHAPE "m64n256k32"
+#define SHAPE "m64n256"
 #define LIST LIST_128
 #define SUMS D32(0), D32(32), D32(64), D32(96)
 #define SHARED_OPERANDS "}, %128, %129, p"
@@ -34,7 +41,7 @@ typedef int Sum;
 #define REGISTER_OPERANDS "}, {%128, %129, %130, %131}, %132, p"
 #define REGISTER_KEEP "%133"
 #elif TOKENS == 192
-#define SHAPE "m64n192k32"
+#define SHAPE "m64n192"
 #define LIST LIST_96
 #define SUMS D32(0), D32(32), D32(64)
 #define SHARED_OPERANDS "}, %96, %97, p"
@@ -42,7 +49,7 @@ typedef int Sum;
 #define REGISTER_OPERANDS "}, {%96, %97, %98, %99}, %100, p"
 #define REGISTER_KEEP "%101"
 #else
-#define SHAPE "m64n128k32"
+#define SHAPE "m64n128"
 #define LIST LIST_64
 #define SUMS D32(0), D32(32)
 #define SHARED_OPERANDS "}, %64, %65, p"
@@ -51,13 +58,15 @@ typedef int Sum;
 #define REGISTER_KEEP "%69"
 #endif
 
+#ifndef X_FP16
 __device__ __forceinline__ void wgmma_shared(Sum *d, u64 a, u64 b, int keep) {
   asm volatile("{ .reg .pred p; setp.ne.s32 p, " SHARED_KEEP ", 0;\n"
-               "wgmma.mma_async.sync.aligned." SHAPE "." TYPES " {" LIST SHARED_OPERANDS SIGNS "; }"
+               "wgmma.mma_async.sync.aligned." SHAPE TYPES " {" LIST SHARED_OPERANDS SIGNS "; }"
                : SUMS : "l"(a), "l"(b), "r"(keep));
 }
+#endif
 __device__ __forceinline__ void wgmma_registers(Sum *d, const u32 *a, u64 b, int keep) {
   asm volatile("{ .reg .pred p; setp.ne.s32 p, " REGISTER_KEEP ", 0;\n"
-               "wgmma.mma_async.sync.aligned." SHAPE "." TYPES " {" LIST REGISTER_OPERANDS SIGNS "; }"
+               "wgmma.mma_async.sync.aligned." SHAPE TYPES " {" LIST REGISTER_OPERANDS SIGNS "; }"
                : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
 }
