@@ -29,7 +29,7 @@ from nybble.models.verify import verify_promise
 from nybble.ops.linear_invariant import linear_invariant
 
 SHAPES = ((576, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096), (4096, 14336))
-DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.bfloat16, torch.float32)}
+DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.bfloat16, torch.float32)}
 ROWS, BATCHES, TOKENS = 33, (2, 7, 16, 33), 12
 WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 4096}  # fmt: skip

@@ -137,12 +137,11 @@ def test_a_fingerprint_of_the_cpu_holds_here() -> None:
     assert fingerprint.check(on_gpu(model), fingerprint.make(model, IDS[0], 12)) == ""
 
 
-@pytest.mark.parametrize(("hidden", "inner", "heads"), [(576, 1536, 9), (4096, 14336, 32)])
-def test_stock_torch_is_found_out_where_the_promise_holds(hidden: int, inner: int, heads: int) -> None:
-    """Otherwise the comparison would be blind: layers like SmolLM2's and an 8B model's, prompt and batches alike."""
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
+def test_stock_torch_is_found_out_where_the_promise_holds() -> None:
+    """Otherwise the comparison would be blind. As wide as an 8B model: cuBLAS on Hopper sums 576 columns in one order."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("cuda"):
-        model = tiny(**sizes, num_key_value_heads=heads // 3 if heads == 9 else 8, num_hidden_layers=4)
+        model = tiny(**sizes)
     stock, kept = (nybble.verify_promise(model, p, IDS[0]) for p in ("none", "batch-invariant"))
     assert not stock.holds, str(stock)
     assert kept.holds, str(kept)

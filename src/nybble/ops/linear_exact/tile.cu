@@ -35,6 +35,8 @@ template <int WORDS> __device__ __forceinline__ void read_back(u32 *to, const u3
   for (int i = 0; i < WORDS; ++i) to[i] = from[WORDS < 4 ? i : i / 4 * (4 * THREADS) + i % 4];
 }
 
+__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
 // What a thread fetches of the next step: runs of its own, in slots of its own, so that no barrier is needed before it reads
 // them back.
 struct Fetcher {
@@ -59,23 +61,22 @@ struct Fetcher {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ __forceinline__ void put(float *x_tile, float *w_tile) const {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  // Piece 0 is the run of x, the others are the weight's.
+  __device__ __forceinline__ void put(float *x_tile, float *w_tile, int piece) const {
     float values[RUN];
     const int half = threadIdx.x / ROWS_X;
-    if (half < 2) {
+    if (piece == 0 && half < 2) {
       u32 raw[X_WORDS];
       read_back<X_WORDS>(raw, x);
       widen<X_KIND>(values, raw);
 #pragma unroll
       for (int i = 0; i < RUN; ++i) x_tile[(half * RUN + i) * X_STRIDE + threadIdx.x % ROWS_X] = values[i];
     }
-#pragma unroll
-    for (int i = 0; i < W_RUNS; ++i) {
-      const int at = threadIdx.x + i * THREADS;
+    if (piece >= 1 && piece <= W_RUNS) {
+      const int at = threadIdx.x + (piece - 1) * THREADS;
       u32 raw[W_WORDS];
-      read_back<W_WORDS>(raw, w + i * (W_WORDS * THREADS));
-      widen_weight(values, raw, scale[i]);
+      read_back<W_WORDS>(raw, w + (piece - 1) * (W_WORDS * THREADS));
+      widen_weight(values, raw, scale[piece - 1]);
 #pragma unroll
       for (int e = 0; e < RUN; ++e) w_tile[(at / OUTPUTS * RUN + e) * W_STRIDE + at % OUTPUTS] = values[e];
     }
@@ -90,25 +91,48 @@ __device__ __forceinline__ int first_output() { return threadIdx.x / 32 % 4 * (4
 __device__ __forceinline__ int token_of(int m) { return first_token() + m / WIDTH * (8 * WIDTH) + m % WIDTH; }
 __device__ __forceinline__ int output_of(int n) { return first_output() + n / 4 * 16 + n % 4; }
 
-__device__ __forceinline__ void multiply(float (*sum)[ROWS], const float *x_tile, const float *w_tile) {
-  const float *x = x_tile + first_token(), *w = w_tile + first_output();
-#pragma unroll
-  for (int k = 0; k < STEP; ++k) {
-    float a[TOKENS], b[ROWS];
+// A column of a thread's tokens and outputs.
+struct Column {
+  float a[TOKENS], b[ROWS];
+
+  __device__ __forceinline__ void read(const float *x, const float *w) {
 #pragma unroll
     for (int m = 0; m < TOKENS; m += WIDTH) {
-      const float *from = x + k * X_STRIDE + m / WIDTH * (8 * WIDTH);
+      const float *from = x + m / WIDTH * (8 * WIDTH);
       if (WIDTH == 4)
         *(float4 *)(a + m) = *(const float4 *)from;
       else
         for (int i = 0; i < WIDTH; ++i) a[m + i] = from[i];
     }
 #pragma unroll
-    for (int n = 0; n < ROWS; n += 4) *(float4 *)(b + n) = *(const float4 *)(w + k * W_STRIDE + n * 4);
+    for (int n = 0; n < ROWS; n += 4) *(float4 *)(b + n) = *(const float4 *)(w + n * 4);
+  }
+
+  // Output by output, back and forth over the tokens: neighbouring instructions then share an operand, which the register file
+  // need not deliver twice. It has two banks, and three operands of one bank take three cycles.
+  __device__ __forceinline__ void add_products(float (*sum)[ROWS]) const {
 #pragma unroll
-    for (int m = 0; m < TOKENS; ++m)
+    for (int n = 0; n < ROWS; ++n)
 #pragma unroll
-      for (int n = 0; n < ROWS; ++n) sum[m][n] = __fmaf_rn(a[m], b[n], sum[m][n]);
+      for (int i = 0; i < TOKENS; ++i) {
+        const int m = n % 2 ? TOKENS - 1 - i : i;
+        sum[m][n] = __fmaf_rn(a[m], b[n], sum[m][n]);
+      }
+  }
+};
+
+// A step; in its second half the next one is laid out, a piece a column, so that multiplications cover that too.
+__device__ __forceinline__ void multiply(float (*sum)[ROWS], const float *x_tile, const float *w_tile, const Fetcher &next,
+                                         float *next_x, float *next_w) {
+  const float *x = x_tile + first_token(), *w = w_tile + first_output();
+  Column columns[2];
+  columns[0].read(x, w);
+#pragma unroll
+  for (int k = 0; k < STEP; ++k) {
+    if (k + 1 < STEP) columns[(k + 1) % 2].read(x + (k + 1) * X_STRIDE, w + (k + 1) * W_STRIDE);
+    columns[k % 2].add_products(sum);
+    if (k == STEP / 2) wait();
+    if (k >= STEP / 2) next.put(next_x, next_w, k - STEP / 2);
   }
 }
 
@@ -137,7 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
   Fetcher next((u32 *)(w_tile + 2 * STEP * W_STRIDE));
   int chain = 0, step = 0, buffer = 0;
   next.fetch(p, token0, row0, 0, 0);
-  next.put(x_tile, w_tile);
+  wait();
+#pragma unroll
+  for (int i = 0; i <= W_RUNS; ++i) next.put(x_tile, w_tile, i);
   __syncthreads();
 #pragma unroll 1
   while (chain < chains) {
@@ -145,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
     const bool last = 2 * step + 2 >= turns;
     step = last ? 0 : step + 1, chain += last;
     if (chain < chains) next.fetch(p, token0, row0, chain, step);
-    multiply(sum, x_tile + buffer * STEP * X_STRIDE, w_tile + buffer * STEP * W_STRIDE);
-    if (last) finish_chain(sum, totals);
+    const float *x = x_tile + buffer * STEP * X_STRIDE, *w = w_tile + buffer * STEP * W_STRIDE;
     buffer ^= 1;
-    next.put(x_tile + buffer * STEP * X_STRIDE, w_tile + buffer * STEP * W_STRIDE);
+    multiply(sum, x, w, next, x_tile + buffer * STEP * X_STRIDE, w_tile + buffer * STEP * W_STRIDE);
+    if (last) finish_chain(sum, totals);
     __syncthreads();
   }
 #pragma unroll

@@ -25,7 +25,7 @@ _OLDEST = (8, 0)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # one compilation for every number of tokens
 def _linear_invariant_kernel(
     x, w, bias, y, m, n, k, x_row,
     HAS_BIAS: tl.constexpr, FEW: tl.constexpr,
@@ -76,7 +76,7 @@ _WIDE = 8192
 def plans(m: int, n: int) -> tuple[Tiles, ...]:
     """What may run for m tokens and n outputs, in order of preference; later ones need less shared memory."""
     if m <= _FEW:
-        best = Tiles(_FEW, 64, 128, 4, 4 if n <= 2 * _WIDE else 3) if n > _WIDE else Tiles(_FEW, 16, 256, 1, 4)
+        best = Tiles(_FEW, 64, 128, 4, 4 if n <= 2 * _WIDE else 3) if n > _WIDE else Tiles(_FEW, 16, 256, 2, 4)
     elif m <= 64:
         best = Tiles(64, 128, 64, 4, 5) if n > _WIDE else Tiles(64, 32, 128, 4, 5)
     elif m <= 256:
