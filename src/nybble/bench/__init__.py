@@ -20,10 +20,12 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from nybble.errors import BadInput, Mismatch
 from nybble.formats import table
 from nybble.judge.gate import admit
 from nybble.ops._choose import choose
-from nybble.ops.linear import CASE_FORMATS, LINEAR, linear
+from nybble.ops.linear import CASE_FORMATS, LINEAR, config, cuda, linear
 from nybble.quantize import QuantTensor, quantize
 
 SHAPES = {
@@ -48,7 +50,9 @@ FORMATS = ("int4_g128", "nvfp4", "mxfp4", "int8_channel", "fp8_channel")
 TOKENS = (1, 16, 64, 256, 2048)
 _BEYOND_CACHE = 300_000_000  # bytes that rotate: five times an H200's L2
 _RUNS, _REPLAYS = 7, 2
+_LONG = 3000.0  # microseconds that a replay need not exceed
 _OURS = "linear_"
+_HOPELESS = 2.5  # times the best prediction, with which --plans times no plan
 _FASTER_THAN_A_COPY = 1.15  # reading alone is a little faster than reading and writing
 
 
@@ -60,6 +64,7 @@ class Row:
         kernel: which implementation ran, or which rival.
         us: microseconds a call. ratio: times as fast as cuBLAS. error: the checked distance to the reference.
         tb_per_s: bytes of the stored weight over the time.
+        plan: how our kernel was instantiated. chosen: whether that is what `linear` runs.
     """
 
     format: str
@@ -71,6 +76,8 @@ class Row:
     ratio: float
     tb_per_s: float
     error: float
+    plan: str = ""
+    chosen: bool = True
 
 
 def timed(calls: Sequence[Callable[[], Tensor]]) -> tuple[float, list[Tensor]]:
@@ -107,26 +114,10 @@ def _copies(nbytes: int) -> int:
     return max(3, math.ceil(_BEYOND_CACHE / max(1, nbytes)) + 1)
 
 
-def _calls(number: int, call: Callable[[int], Tensor]) -> Sequence[Callable[[], Tensor]]:
-    """One call for each copy, repeated until a graph is worth its replay."""
-    return [partial(call, i) for i in range(number)] * max(1, 16 // number)
-
-
-def _checked(outputs: list[Tensor], reference: Tensor, size: float, what: str) -> float:
-    return max(LINEAR.agreement.check(y, reference, what, size) for y in (outputs[0], outputs[-1]))
-
-
-def _contenders(w: QuantTensor, x: Tensor, original: Tensor, with_rivals: bool) -> Iterator[rivals.Contender]:
-    """(name, copies, what makes the call, whether it computes with the same weight as the reference), ours first."""
-    chosen = choose(LINEAR, "cuda", x, w, None, None, None)
-    layout = chosen.layout(w)
-    packed = w if layout is None else w.to_layout(layout)
-    copies = [
-        replace(packed, codes=packed.codes.clone(), scale=packed.scale.clone()) for _ in range(_copies(packed.nbytes))
-    ]
-    yield chosen.name, len(copies), lambda: lambda i: linear(x, copies[i]), True
-    if with_rivals:
-        yield from rivals.contenders(w, x, original, _copies(w.nbytes))
+def _calls(number: int, call: Callable[[int], Tensor], us: float = 0.0) -> Sequence[Callable[[], Tensor]]:
+    """One call for each copy, repeated until a graph is worth its replay: sixteen, fewer of long ones (`us` each)."""
+    wanted = min(16, math.ceil(_LONG / us)) if us else 16
+    return [partial(call, i) for i in range(number)] * max(1, wanted // number)
 
 
 def laid_out(x: Tensor, w: QuantTensor, *rest: Any) -> Tensor:
@@ -142,44 +133,107 @@ def judged(formats: list[str], device: str = "cuda") -> str:
     return f"judged correct in {verdict.seconds:.1f} s: {', '.join(asked) or 'all formats'}"
 
 
-def measure(
-    shape: tuple[int, int], m: int, formats: list[str], dtype: torch.dtype, with_rivals: bool, bandwidth: float,
-    failed: list[str],
-) -> Iterator[Row]:  # fmt: skip
-    """Rows for one weight's shape and one number of tokens, cuBLAS first; a rival that fails is told of in `failed`."""
+@dataclass(frozen=True)
+class Cell:
+    """What is timed with one number of tokens and a weight's shape: the inputs, and cuBLAS to compare with."""
+
+    x: Tensor
+    original: Tensor
+    dense: Row
+
+    def row(self, fmt: str, kernel: str, us: float, nbytes: int, error: float, **more: Any) -> Row:
+        """A measurement beside cuBLAS's."""
+        base = self.dense
+        return Row(fmt, kernel, base.n, base.k, base.m, us, base.us / us, nbytes / us / 1e6, error, **more)
+
+
+def cells(shape: tuple[int, int], tokens: list[int], dtype: torch.dtype) -> list[Cell]:
+    """cuBLAS on one shape, with every number of tokens."""
     n, k = shape
-    generator = torch.Generator("cuda").manual_seed(n + k + m)
-    x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
+    generator = torch.Generator("cuda").manual_seed(n + k)
     original = torch.randn(n, k, generator=generator, device="cuda") * k**-0.5
     dense = [original.to(dtype) for _ in range(_copies(2 * n * k))]
-    base, outputs = timed([partial(torch.nn.functional.linear, x, each) for each in dense] * max(1, 16 // len(dense)))
-    weight = dense[0].double().t()
-    size = float(x.double().norm()) * float(weight.norm()) / math.sqrt(k)
-    error = _checked(outputs, (x.double() @ weight).to(dtype), size, "cuBLAS")
-    yield Row(
-        "bf16" if dtype == torch.bfloat16 else "fp16", "cublas", n, k, m, base, 1.0, 2 * n * k / base / 1e6, error
+    weight, made = dense[0].double().t(), []
+    for m in tokens:
+        x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
+        us, outputs = timed([partial(torch.nn.functional.linear, x, each) for each in dense] * max(1, 16 // len(dense)))
+        error = _checked(outputs, x, weight, "cuBLAS")
+        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        made.append(Cell(x, original, Row(name, "cublas", n, k, m, us, 1.0, 2 * n * k / us / 1e6, error)))
+    return made
+
+
+def _checked(outputs: list[Tensor], x: Tensor, weight: Tensor, what: str) -> float:
+    """The distance of the first and the last output from x times `weight` [K, N] in float64; Mismatch if too far."""
+    expected, size = (
+        (x.double() @ weight).to(x.dtype),
+        float(x.double().norm() * weight.norm()) / math.sqrt(len(weight)),
     )
-    dense.clear()  # room for the next
+    return max(LINEAR.agreement.check(y, expected, what, size) for y in (outputs[0], outputs[-1]))
+
+
+def measure(made: list[Cell], formats: list[str], bandwidth: float, plans: int = 1) -> Iterator[Row]:
+    """Rows of our kernels on one shape; with `plans` above 1 also of so many of every kernel's best plans."""
     for name in formats:
-        w = replace(quantize(original, name), dtype=dtype)
+        w = replace(quantize(made[0].original, name), dtype=made[0].x.dtype)
         weight = w.dequantize(torch.float32).double().t()
-        reference = (x.double() @ weight).to(dtype)
-        for kernel, number, make, exact in _contenders(w, x, original, with_rivals):
-            what = f"{kernel} on {name} [{n}, {k}], M = {m}"
-            try:
-                us, outputs = timed(_calls(number, make()))
-                error = (
-                    _checked(outputs, reference, size, what) if exact else rivals.near(outputs[-1], x, original, what)
-                )
-            except Exception as problem:
-                if kernel.startswith(_OURS):
-                    raise
-                failed.append(f"{what}: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+        layout = choose(LINEAR, "cuda", made[0].x, w, None, None, None).layout(w)
+        packed = w if layout is None else w.to_layout(layout)
+        copies = [
+            replace(packed, codes=packed.codes.clone(), scale=packed.scale.clone()) for _ in range(_copies(w.nbytes))
+        ]
+        for cell in made:
+            kernel = choose(LINEAR, "cuda", cell.x, packed, None, None, None).name
+            for number, (plan, call) in enumerate(_ways(cell.x, copies, plans)):
+                what = f"{plan or kernel} on {name} {tuple(w.shape)}, M = {len(cell.x)}"
+                us, outputs = timed(_calls(len(copies), call, cell.dense.us))
+                row = cell.row(name, kernel, us, w.nbytes, _checked(outputs, cell.x, weight, what), plan=plan)
+                if row.tb_per_s > bandwidth * _FASTER_THAN_A_COPY:
+                    raise Mismatch(f"{what}: {row.tb_per_s:.2f} TB/s, but a copy here reaches {bandwidth:.2f}")
+                yield replace(row, chosen=number == 0)
+
+
+def _ways(x: Tensor, copies: list[QuantTensor], plans: int) -> Iterator[tuple[str, Callable[[int], Tensor]]]:
+    """(plan, what makes the i-th call): what `linear` runs, then the best plans of every kernel but the hopeless."""
+    served = choose(LINEAR, "cuda", x, copies[0], None, None, None) in cuda.IMPLEMENTATIONS
+    scored = config.choose(cuda.problem(x, copies[0])).scored if served else ()
+    yield str(scored[0][1]) if scored else "", lambda i: linear(x, copies[i])
+    seen: Counter[tuple[type, int]] = Counter()
+    for number, (us, plan) in enumerate(scored if plans > 1 else ()):
+        kind = type(plan), getattr(plan, "places", 1)
+        seen[kind] += 1
+        if number and seen[kind] <= plans and us < _HOPELESS * scored[0][0]:
+            yield str(plan), partial(_run_plan, x, copies, plan)
+
+
+def _run_plan(x: Tensor, copies: list[QuantTensor], plan: config.Plan, i: int) -> Tensor:
+    return cuda.run(x, copies[i], None, plan)
+
+
+def beside(made: list[Cell], formats: list[str], given_up: dict[str, str]) -> Iterator[Row]:
+    """Rows of rivals on one shape. One that fails or is late is told of in `given_up` and not asked again."""
+    for cell, name in product(made, formats):
+        w = replace(quantize(cell.original, name), dtype=cell.x.dtype)
+        weight = w.dequantize(torch.float32).double().t()
+        for kernel, number, make, exact in rivals.contenders(w, cell.x, cell.original, _copies(w.nbytes)):
+            what = f"{kernel} on {name}"
+            if what in given_up:
                 continue
-            speed = w.nbytes / us / 1e6
-            if speed > bandwidth * _FASTER_THAN_A_COPY:
-                raise Mismatch(f"{what}: {speed:.2f} TB/s, but a copy here reaches {bandwidth:.2f}")
-            yield Row(name, kernel, n, k, m, us, base / us, speed, error)
+            try:
+                with rivals.deadline(what):
+                    call = make()
+                    call(0)
+                us, outputs = timed(_calls(number, call, cell.dense.us))
+                error = (
+                    _checked(outputs, cell.x, weight, what)
+                    if exact
+                    else rivals.near(outputs[-1], cell.x, cell.original, what)
+                )
+            except Exception as problem:  # noqa: BLE001 - whatever a rival raises is what there is to tell
+                at = f"[{w.shape[0]}, {w.shape[1]}], M = {len(cell.x)}"
+                given_up[what] = f"{at}: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+                continue
+            yield cell.row(name, kernel, us, w.nbytes, error)
 
 
 def machine() -> dict[str, Any]:
@@ -258,6 +312,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--rivals", action="store_true", help="time installed rivals too")
+    parser.add_argument(
+        "--plans", type=int, default=1, help="time so many plans of every kernel, not the chosen one alone"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file; the picture gets the same name")
     parser.add_argument("--commit", help="recorded instead of what git says")
     return parser.parse_args(arguments)
@@ -271,25 +328,53 @@ def main(arguments: list[str]) -> int:
     tokens, formats = [int(m) for m in options.m.split(",")], [table.block(f).name for f in options.formats.split(",")]
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float16
     bandwidth = copy_bandwidth()
-    result = {**machine(), "commit": options.commit or _commit(), "copy_tb_per_s": bandwidth, "rows": [], "failed": []}
+    result = {
+        **machine(),
+        "commit": options.commit or _commit(),
+        "copy_tb_per_s": bandwidth,
+        "rows": [],
+        "other plans": [],
+        "did not run": {},
+    }
     _say(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
     _say(judged(formats))
-    for shape in _weights(options.shapes):
-        for m in tokens:
-            for row in measure(shape, m, formats, dtype, options.rivals, bandwidth, result["failed"]):
-                result["rows"].append(vars(row))
-                _say(
-                    f"{row.n:6d} x {row.k:<6d} M={row.m:<5d} {row.format:14s} {row.us:9.2f} us {row.ratio:5.2f}x "
-                    f"{row.tb_per_s:5.2f} TB/s  {row.kernel}"
-                )
-            if options.out is not None:
-                _write(options.out, result)  # every time, so that an interrupted run keeps what it has
-    for line in result["failed"]:
-        _say(f"could not run: {line}")
+    shapes, given_up = _weights(options.shapes), result["did not run"]
+    ours = [_ours(shape, tokens, formats, dtype, bandwidth, options.plans) for shape in shapes]
+    theirs = [_theirs(shape, tokens, formats, dtype, given_up) for shape in shapes if options.rivals]
+    for rows in (*ours, *theirs):
+        for row in rows:
+            result["rows" if row.chosen else "other plans"].append(vars(row))
+            _tell(row)
+        if options.out is not None:
+            _write(options.out, result)  # every time, so that an interrupted run keeps what it has
+    for what, reason in given_up.items():
+        _say(f"did not run: {what}: {reason}")
     if options.out is not None:
         title = f"linear, {result['device']}, {result['date'][:10]}"
         draw(result["rows"], options.out.with_suffix(".png"), title, bandwidth)
     return 0
+
+
+def _ours(
+    shape: tuple[int, int], tokens: list[int], formats: list[str], dtype: torch.dtype, bandwidth: float, plans: int
+) -> Iterator[Row]:
+    made = cells(shape, tokens, dtype)
+    yield from (cell.dense for cell in made)
+    yield from measure(made, formats, bandwidth, plans)
+
+
+def _theirs(
+    shape: tuple[int, int], tokens: list[int], formats: list[str], dtype: torch.dtype, given_up: dict[str, str]
+) -> Iterator[Row]:
+    """After ours, so that a rival that ruins the process costs nothing; cuBLAS is timed again beside them."""
+    yield from beside(cells(shape, tokens, dtype), formats, given_up)
+
+
+def _tell(row: Row) -> None:
+    _say(
+        f"{row.n:6d} x {row.k:<6d} M={row.m:<5d} {row.format:14s} {row.us:9.2f} us {row.ratio:5.2f}x "
+        f"{row.tb_per_s:5.2f} TB/s  {row.kernel} {row.plan}"
+    )
 
 
 def _say(line: str) -> None:

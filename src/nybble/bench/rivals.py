@@ -8,7 +8,10 @@ anything is timed; GemLite runs with the settings that it ships for the machine,
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -22,6 +25,7 @@ from nybble.errors import Mismatch
 from nybble.quantize import QuantTensor
 
 PACKAGES = ("humming-kernels", "bitsandbytes", "gemlite", "sgl-deep-gemm")
+_READY_IN = 30.0
 _NEAR = 0.25  # ||y - original|| / ||original||: four bits give 0.1, a wrong product 1
 
 Call = Callable[[int], Tensor]
@@ -35,6 +39,25 @@ def near(y: Tensor, x: Tensor, original: Tensor, what: str) -> float:
     if not distance <= _NEAR:
         raise Mismatch(f"{what}: {distance:.3g} from the original product, expected at most {_NEAR}")
     return distance
+
+
+@contextmanager
+def deadline(what: str, seconds: float = _READY_IN) -> Iterator[None]:
+    """TimeoutError where the body takes longer, as some compile for minutes; without effect beside the main thread."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"{what} was not ready within {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def contenders(w: QuantTensor, x: Tensor, original: Tensor, copies: int) -> Iterator[Contender]:
