@@ -30,6 +30,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "hangs at import": ("while True: pass\n", "timed out", "no answer to 'load'"),
     "hangs": (HEAD + "        while True: pass\n", "timed out", "no answer to 'call'"),
     "sleeps": (HEAD + "        import time; time.sleep(60)\n", "timed out", "no answer to 'call'"),
+    "exits politely": (HEAD + "        raise SystemExit('enough')\n", "crashed", "SystemExit: enough"),
     "exits": (HEAD + "        import os; os._exit(3)\n", "crashed", "exit code 3"),
     "kills itself": (HEAD + "        import os; os.kill(os.getpid(), 11)\n", "crashed", "SIGSEGV"),
     "reads address 0": (HEAD + "        import ctypes; ctypes.string_at(0)\n", "crashed", "SIGSEGV"),
@@ -50,7 +51,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "returns two": (HEAD + "        return a @ b, a\n", "wrong", "2 outputs"),
     "wrong shape": (HEAD + "        return (a @ b).t()\n", "wrong", "shape [80, 96], expected [96, 80]"),
     "wrong dtype": (HEAD + "        return (a @ b).double()\n", "wrong", "dtype torch.float64, expected torch.float32"),
-    "another device": (HEAD + "        return (a @ b).to('meta')\n", "wrong", ""),
+    "another device": (HEAD + "        return (a @ b).to('meta')\n", "wrong", "device meta, expected cpu"),
     "sparse": (HEAD + "        return (a @ b).to_sparse()\n", "wrong", ""),
     "NaN": (HEAD + "        return (a @ b) * float('nan')\n", "wrong", "seen nan"),
 }  # fmt: skip
@@ -67,6 +68,14 @@ def test_a_verdict_with_a_reason(name: str, verdict_of: Callable[..., Verdict], 
     assert not verdict.speeds
     assert "\x1b" not in verdict.text()
     assert descendants(zygote.process.pid) == []
+
+
+def test_stacks_are_the_candidates(verdict_of: Callable[..., Verdict]) -> None:
+    for body in ("        raise ValueError('no')\n", "        raise SystemExit('no')\n"):
+        shown = verdict_of(HEAD + body).text()
+        assert "line 4, in forward" in shown
+        assert "/judge/worker.py" not in shown
+        assert "/judge/zygote.py" not in shown
 
 
 def test_children_end_with_the_verdict(verdict_of: Callable[..., Verdict], zygote: Zygote) -> None:

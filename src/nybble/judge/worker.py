@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ class Worker:
             value = _as_list(self.outputs[index])
         else:
             value = self._state() if what == "state" else list(self.slots[what].values)
-        value = [v if isinstance(v, Tensor) else None for v in value] if isinstance(value, list) else value
+        value = [_tangible(v) for v in value] if isinstance(value, list) else value
         return {"value": wire.pack(value, blobs)}, blobs
 
     def fences(self) -> Any:
@@ -279,6 +280,13 @@ def _same(owner: Any, name: str, before: Any) -> bool:
 
 def _as_list(output: Any) -> list[Any]:
     return list(output) if isinstance(output, list | tuple) else [output]
+
+
+def _tangible(value: Any) -> Any:
+    """What can be sent: no other types, and of a tensor without memory its shape and dtype; facts tell what it was."""
+    if not isinstance(value, Tensor):
+        return None
+    return torch.empty(value.shape, dtype=value.dtype) if value.device.type == "meta" else value
 
 
 def _facts(value: Any, inputs: list[tuple[int, int]]) -> dict[str, Any]:
@@ -336,9 +344,17 @@ def main() -> None:
     serve(channel, sys.argv[2], fence=0)
 
 
+def stack(error: BaseException) -> str:
+    """The end of an exception's stack, without the judge's frames and what torch puts around a module's call."""
+    own = (str(Path(__file__).parent), torch.nn.modules.module.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(own)] or list(frames)
+    told = [*traceback.format_list(theirs[-4:]), *traceback.format_exception_only(error)]
+    return "\n".join("".join(told).splitlines()[-12:])[:4000]
+
+
 def _explain(error: Exception) -> dict[str, Any]:
-    lines = traceback.format_exc(limit=-4).splitlines()[-12:]
-    return {"error": type(error).__name__, "message": str(error)[:2000], "trace": "\n".join(lines)[:4000]}
+    return {"error": type(error).__name__, "message": str(error)[:2000], "trace": stack(error)}
 
 
 if __name__ == "__main__":

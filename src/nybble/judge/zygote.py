@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from typing import Any
 
 _SUBREAPER, _DIE_WITH_PARENT = 36, 1
@@ -107,8 +106,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         guard.record_opens(events, [*request["known"], folder])
         worker.serve(socket.socket(fileno=channel), request["device"])
         code = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.stderr.write(worker.stack(error) + "\n")
         raise
     finally:
         sys.stderr.flush()
