@@ -1,6 +1,7 @@
 """Distillation: the estimator's gradient, what is exported, and that training on the original brings it nearer."""
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_what_was_learned_is_saved_and_loaded_bit_for_bit(name: str, tmp_path: P
         assert all(torch.equal(loaded[part], value) for part, value in layer.weight.parts.items()), layer_name
     with torch.no_grad():
         assert torch.equal(again(**data[0]).logits, model(**data[0]).logits)
+
+
+def test_steps_are_told() -> None:
+    told: list[tuple[int, int, str]] = []
+    config = distill.Config(steps=3, lr=1e-4)
+    nybble.quantize_(Model(), "NVFP4A16", "distill", calibration=batches(), config=config,
+                     progress=lambda *words: told.append(words))  # fmt: skip
+    assert [words[:2] for words in told] == [(1, 3), (2, 3), (3, 3), *[(i, 3) for i in (1, 2, 3)]]
+    assert all(re.fullmatch(r"distill: \d\.\d{4} nats", words[2]) for words in told[:3])
 
 
 def test_refusals() -> None:

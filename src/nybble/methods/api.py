@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from nybble.methods import memory
 from nybble.methods.calibrate import Batch, Calibration, batches, evaluating, input_amax
 from nybble.methods.compose import Plan, method_module, methods, plan
 from nybble.methods.overrides import Overrides, assign
-from nybble.methods.pipeline import Run, replace, weight_amax
+from nybble.methods.pipeline import Progress, Run, replace, weight_amax
 from nybble.methods.room import Room
 from nybble.methods.select import Selection, Skipped, fused_groups, matches
 from nybble.methods.stages import Stage, drive, split
@@ -69,7 +69,7 @@ def quantize_(
     overrides: Overrides | None = None,
     calibration: Calibration | None = None,
     config: Any = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     work_dir: str | Path | None = None,
     device: torch.device | str | None = None,
     spill: str | Path | None = None,
@@ -91,7 +91,8 @@ def quantize_(
         calibration: batches the model can be called with, or a callable that makes them; most methods need them, and
             activation formats with a tensor scale then get a static one, which a checkpoint needs.
         config: the method's Config, or compose.Settings for several; None takes defaults.
-        progress: called with (layers done, layers in all, name) after each layer.
+        progress: called with (layers done, layers in all, name) after each layer, and with (steps done, steps in all,
+            what) after each step of a method that trains.
         work_dir: where finished blocks are kept, so that a run that was stopped goes on; None keeps none.
         device: where blocks are worked on, one by one, for methods that look at inputs; None: where they are.
         spill: "cpu", or a folder, for what enters the blocks over all of the calibration; None keeps it on `device`.
@@ -123,8 +124,7 @@ def quantize_(
     names = list(selection.linears)
     with evaluating(model):
         room = Room(None if device is None else torch.device(device), spill)
-        run = _prepare(model, chosen, schemes, what, selection, given, work, room)
-        run.progress = progress
+        run = _prepare(model, chosen, schemes, what, selection, given, work, room, progress)
         stages = _stages(model, run, selection)
         selection.linears.clear()  # from here on only the stages hold them, each until it is done
         run.go(stages)
@@ -136,7 +136,7 @@ def quantize_(
 
 def _prepare(
     model: nn.Module, scheme: Scheme, schemes: Mapping[str, Scheme], what: Plan, selection: Selection,
-    given: list[Batch] | None, work: Work | None, room: Room,
+    given: list[Batch] | None, work: Work | None, room: Room, progress: Progress | None,
 ) -> Run:  # fmt: skip
     mixed = sorted({row.name for row in schemes.values()} | {scheme.name})
     for part in what.changes:
@@ -145,7 +145,7 @@ def _prepare(
         if hasattr(part.module, "prepare"):
             part.module.prepare(model, selection.linears, scheme, part.config)
         if hasattr(part.module, "fit"):
-            part.module.fit(model, selection.linears, scheme, given, part.config)
+            part.module.fit(model, selection.linears, scheme, given, part.config, progress)
     amax: dict[str, Tensor] = {}
     static = {name: linear for name, linear in selection.linears.items() if schemes[name].static_input_scale}
     if given is not None and static and not what.needs_inputs:
@@ -153,7 +153,7 @@ def _prepare(
     stages = split(model, selection.linears)
     driver = drive(model, stages, given, room) if what.needs_inputs and given else None
     memory.check(driver, stages, schemes)
-    return Run(model, scheme, schemes, what, driver, amax, work)
+    return Run(model, scheme, schemes, what, driver, amax, work, progress)
 
 
 def _stages(model: nn.Module, run: Run, selection: Selection) -> list[Stage]:

@@ -30,7 +30,7 @@ Source: Xu et al.: QATFactory, arXiv 2609.39223; the estimator: Bengio et al., a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,8 +118,9 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 def fit(
-    model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, batches: Sequence[Batch], config: Config
-) -> list[float]:
+    model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, batches: Sequence[Batch], config: Config,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[float]:  # fmt: skip
     """Train the linears' weights; they are replaced, not written to.
 
     Args:
@@ -128,6 +129,7 @@ def fit(
         scheme: what they will be quantized to.
         batches: what is trained on.
         config: the settings.
+        progress: called with (steps done, steps in all, the loss in words) after each step.
 
     Returns:
         The loss of every step, nats a token.
@@ -161,6 +163,8 @@ def fit(
                 parameter.grad = gradient
             optimizer.step()
             schedule.step()
+            if progress is not None:
+                progress(step + 1, config.steps, f"distill: {losses[-1]:.4f} nats")
     for name, linear in linears.items():
         linear.weight = nn.Parameter(trained[name].weight().detach(), requires_grad=linear.weight.requires_grad)
     return losses
