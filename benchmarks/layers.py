@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import record
 from methods import LENGTH, MODEL, windows
 from nybble.methods import gptq, rtn, schur
 from nybble.methods.calibrate import call, collect
@@ -115,7 +116,7 @@ def main() -> None:
         row = timed(find_scheme(asked.scheme), asked.shape, asked.device)
         print(json.dumps(row))
         if asked.out:
-            asked.out.write_text(json.dumps(row, indent=1) + "\n")
+            record.write(asked.out, {**record.origin(asked.device), **row})
         return
     rows = []
     with torch.no_grad():
@@ -127,9 +128,9 @@ def main() -> None:
                       for m in (rtn, gptq, schur)}  # fmt: skip
             rows.append({"layer": name, **errors, **({"coverage": coverage(layer)} if asked.coverage else {})})
             print(json.dumps(rows[-1]), flush=True)
-    result = {"scheme": asked.scheme, "tokens": asked.samples * LENGTH, "rows": rows}
     if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        facts = {"scheme": asked.scheme, "tokens": asked.samples * LENGTH}
+        record.write(asked.out, {**facts, **record.origin(), "rows": rows})
     print("| layer | rtn | gptq/rtn | schur/gptq |\n|---|---|---|---|")
     for kind in KINDS:
         mine = [row for row in rows if row["layer"].endswith(kind)]

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import nybble
+import record
 from nybble.methods import quantize_
 from nybble.models import load, load_tokenizer
 from nybble.models import text as texts
@@ -59,8 +57,7 @@ def main() -> None:
     original = reference(model, windows)
     print(f"original {original.quality.perplexity:.4f}", flush=True)
     result: dict[str, Any] = {
-        "what": "mixed", "model": MODEL, "tokens": TOKENS, "window": WINDOW, "torch": torch.__version__,
-        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit,
+        "what": "mixed", "model": MODEL, "tokens": TOKENS, "window": WINDOW, **record.origin(commit=options.commit),
         "original": original.quality.perplexity, "rows": [],
     }  # fmt: skip
     for name, (scheme, method, overrides) in ROWS.items():
@@ -78,8 +75,7 @@ def main() -> None:
         result["rows"].append(row)
         print(f"{name:42} {quality.perplexity:9.4f}  KL {quality.kl:.4f}  top-1 {quality.top1:.2%}", flush=True)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.write(options.out, result)
 
 
 if __name__ == "__main__":

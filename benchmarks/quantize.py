@@ -9,9 +9,6 @@ Medians over runs in turns with the copy, so that both see the same machine.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from pathlib import Path
 import torch
 
 import nybble
+import record
 from nybble.errors import Mismatch
 from nybble.formats import exact
 from nybble.quantize.blocks import expand
@@ -81,16 +79,9 @@ def main() -> None:
         rows.append(row)
         rates = f"{row['quantize_mvalues_per_s']:8.0f} M values/s in, {row['dequantize_mvalues_per_s']:8.0f} back"
         print(f"{name:16} {rates}, {row['quantize_over_copy']:5.1f} copies")
-    record = {
-        "what": "quantize", "shape": SHAPE, "dtype": "float32", "device": options.device,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(), "torch": torch.__version__,
-        "nybble": nybble.__version__,
-        "date": datetime.date.today().isoformat(), "rows": rows,
-    }  # fmt: skip
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        facts = {"what": "quantize", "shape": SHAPE, "dtype": "float32", "threads": torch.get_num_threads()}
+        record.write(options.out, {**facts, **record.origin(options.device), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ and pairs with the unsplit call, in turns, have a median of at least 0.98x. Want
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
+import record
 from nybble.planner import split
 
 SHARES = tuple(i / 20 for i in range(13))
@@ -57,7 +57,7 @@ def trial(seconds: Callable[[float], float]) -> dict[str, Any]:
 def main() -> None:
     """Measure and print; write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     torch.set_num_threads(1)
@@ -67,10 +67,8 @@ def main() -> None:
         print({key: value for key, value in rows[-1].items() if key != "milliseconds"})
     worker.close()
     if options.out:
-        record = {"what": "splitting a linear over two workers", "date": datetime.date.today().isoformat(),
-                  "torch": torch.__version__, "load_before": load, "rows": rows}  # fmt: skip
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        what = "splitting a linear over two workers"
+        record.write(options.out, {"what": what, **record.origin(), "load_before": load, "rows": rows})
 
 
 if __name__ == "__main__":
