@@ -27,6 +27,18 @@ def tiny(kind: str = "Llama", dtype: torch.dtype = torch.bfloat16, **more: Any) 
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+class Words:
+    """A tokenizer whose tokens are letters."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(32 + n) for n in ids)
+
+
 def quantized(scheme: str, **more: Any) -> Any:
     """A tiny model in a scheme, calibrated where the scheme needs it."""
     model = tiny(**more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import nybble
-from nybble.errors import BadInput, DamagedFile, Unsupported
+from nybble.errors import BadInput, Unsupported
 from nybble.models import decode, fingerprint, llama, promised, verify
 from nybble.models.evaluate import logits
 from nybble.models.promised import PromisedRunner
@@ -22,7 +21,7 @@ from nybble.ops import silu_exact
 from nybble.ops._promise import in_force, promise
 from nybble.ops.silu_exact import SILU_MUL_EXACT
 from same import same_bits
-from tiny_models import IDS, tiny
+from tiny_models import IDS, Words, tiny
 
 PROMISES = ("run-to-run", "batch-invariant", "cross-machine")
 pytest.importorskip("transformers", reason="the definition of the model")
@@ -166,18 +165,6 @@ def test_draws_depend_on_seed_and_position_not_on_the_batch(model: Any) -> None:
         PromisedRunner(model, "cross-machine", 32, temperature=0)
 
 
-class Words:
-    """A tokenizer whose tokens are letters."""
-
-    eos_token_id = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - 32 for letter in text]}
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(chr(32 + n) for n in ids)
-
-
 def test_generate_inside_a_promise(model: Any) -> None:
     runner = PromisedRunner(model, "cross-machine", 32)
     runner.prefill(torch.tensor([Words()("Hello")["input_ids"]]))
@@ -252,22 +239,6 @@ def test_the_first_differing_op_is_named(made: dict[str, Any]) -> None:
     assert fingerprint.difference({**made, "tables": ""}, made) == "the rotary tables differ"
 
 
-@pytest.mark.parametrize(("name", "value"), [("nybble", "0.0.9"), ("fingerprint", 99)])
-def test_another_version_is_refused_by_name(name: str, value: Any, model: Any, made: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=f"by version {value} of {name}, this is"):
-        fingerprint.check(model, {**made, name: value})
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"fingerprint": 1}', "\xff"])
-def test_what_is_no_fingerprint_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "f.json"
-    path.write_text(text, encoding="latin-1")
-    with pytest.raises(DamagedFile, match="is no fingerprint"):
-        fingerprint.read(path)
-    with pytest.raises(BadInput, match="cannot be read"):
-        fingerprint.read(tmp_path / "none.json")
-
-
 def test_the_context_is_left_as_it_was_when_the_runner_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = PromisedRunner(model, "cross-machine", 16)
     monkeypatch.setattr(promised, "silu_mul_exact", lambda x: 1 / 0)
@@ -282,29 +253,27 @@ def test_prompts_that_do_not_fit_are_refused(tokens: torch.Tensor, model: Any) -
         PromisedRunner(model, "cross-machine", 16).prefill(tokens.long())
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from nybble import models
-    from nybble.cli import main
+@pytest.mark.parametrize("tokens", [torch.full((1, 4), 96), torch.full((1, 4), -1), torch.zeros(1, 4)])
+def test_tokens_that_the_model_does_not_know_are_refused(tokens: torch.Tensor, model: Any) -> None:
+    with pytest.raises(BadInput, match="knows 96 tokens, int64; got torch"):
+        PromisedRunner(model, "cross-machine", 16).prefill(tokens)
 
-    nybble.save(tiny(), tmp_path / "model")
-    monkeypatch.setattr(models, "load_tokenizer", lambda name: Words())
-    where, file = str(tmp_path / "model"), str(tmp_path / "f.json")
-    on = ["--device", "cpu"]
-    assert main(["fingerprint", where, "-o", file, "--prompt", "Hi", "--tokens", "3", *on]) == 0
-    assert main(["fingerprint", where, "--check", file, *on]) == 0
-    assert "the same bits: 2" in capsys.readouterr().out
-    content = json.loads(Path(file).read_text())
-    content["ops"][2][1] = "0" * 16
-    Path(file).write_text(json.dumps(content))
-    assert main(["fingerprint", where, "--check", file, *on]) == 3
-    assert "layers.0.self_attn.rotary (rope_cache_exact_) differs first" in capsys.readouterr().out
-    content["nybble"] = "0.0.1"
-    Path(file).write_text(json.dumps(content))
-    assert main(["fingerprint", where, "--check", file, *on]) == 2
-    assert "version 0.0.1 of nybble" in capsys.readouterr().err
-    drawn = ["--promise", "batch-invariant", "--temperature", "2", "--seed", "5", "--tokens", "5", *on]
-    texts = set()
-    for _ in range(2):
-        assert main(["generate", where, "Hi", *drawn]) == 0
-        texts.add(capsys.readouterr().out)
-    assert len(texts) == 1
+
+def test_float64_models_are_refused_by_name() -> None:
+    runner = PromisedRunner(tiny(dtype=torch.float64), "cross-machine", 16)
+    with pytest.raises(BadInput, match=r"^add_rmsnorm_exact takes .* got float64"):
+        runner.prefill(IDS[:1])
+
+
+def test_autocast_round_a_runner_is_refused(model: Any) -> None:
+    runner = PromisedRunner(model, "cross-machine", 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(BadInput, match="autocast is switched on for cpu"):
+        runner.prefill(IDS[:1])
+
+
+def test_a_weaker_promise_inside_a_stronger_one_is_refused_by_name(model: Any) -> None:
+    weak, strong = (PromisedRunner(model, wanted, 16) for wanted in ("batch-invariant", "cross-machine"))
+    with promise("batch-invariant"):
+        strong.prefill(IDS[:1])
+    with promise("cross-machine"), pytest.raises(Unsupported, match=r"^linear_invariant promises no more than batch"):
+        weak.prefill(IDS[:1])

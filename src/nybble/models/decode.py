@@ -225,6 +225,7 @@ def generate(
 
     `pick` takes logits [V] and their position and returns the next token; the most likely one if not given.
     Stops at the model's end-of-sequence token, after `max_new_tokens`, or where the model's positions end.
+    The promise in force is that of the call, wherever the pieces are read.
 
     Raises:
         BadInput: the prompt has no token, or fills the model's positions.
@@ -234,7 +235,15 @@ def generate(
     if not ids or room < 1:
         raise BadInput(f"the prompt has {len(ids)} tokens: at least 1, and fewer than the model's positions")
     count = min(max_new_tokens, room)
-    run, stops, made, shown = runner(model, len(ids) + count), _stops(model, tokenizer), [], ""
+    return _pieces(runner(model, len(ids) + count), tokenizer, ids, count, pick, _stops(model, tokenizer))
+
+
+def _pieces(
+    run: Runner | CapturedRunner | promised.Lane, tokenizer: Any, ids: list[int], count: int,
+    pick: Callable[[Tensor, int], int], stops: set[int],
+) -> Iterator[str]:  # fmt: skip
+    made: list[int] = []
+    shown = ""
     with torch.no_grad():
         token = pick(run.start(torch.tensor(ids)), len(ids) - 1)
         for position in range(len(ids), len(ids) + count):

@@ -35,6 +35,7 @@ VERSION = 1
 """Of the file's layout."""
 _SHAPE = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _DIGITS = 16
+_DTYPES = ("float32", "bfloat16", "float16")
 _KEYS = {"fingerprint": int, "nybble": str, "promise": str, "model": str, "dtype": str, "machine": str,
          "prompt": list, "tokens": list, "tables": str, "ops": list, "logits": list}  # fmt: skip
 
@@ -67,7 +68,7 @@ def make(model: nn.Module, prompt: Tensor, tokens: int = 256, promise: Promise =
 
     Raises:
         Unsupported: the model cannot run under the promise.
-        BadInput: an empty prompt, or no tokens.
+        BadInput: an empty prompt, tokens the model does not know, or none to decode.
     """
     if prompt.ndim != 1 or not len(prompt) or tokens < 1:
         raise BadInput(f"a fingerprint takes a prompt [T] and tokens to decode, got {tuple(prompt.shape)} and {tokens}")
@@ -155,10 +156,19 @@ def read(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedFile(f"{path}: is no fingerprint: {error}") from error
     found = content if isinstance(content, dict) else {}
-    wrong = [name for name, kind in _KEYS.items() if not isinstance(found.get(name), kind)]
+    wrong = [name for name, kind in _KEYS.items() if not isinstance(found.get(name), kind)] or _damaged(found)
     if wrong:
-        raise DamagedFile(f"{path}: is no fingerprint: {', '.join(wrong)} missing or of another kind")
+        raise DamagedFile(f"{path}: is no fingerprint: {', '.join(wrong)} missing or damaged")
     return found
+
+
+def _damaged(found: Mapping[str, Any]) -> list[str]:
+    """What of a fingerprint with the right keys cannot have been written by `write`."""
+    numbers = {name: all(type(n) is int for n in found[name]) and bool(found[name]) for name in ("prompt", "tokens")}
+    pairs = (isinstance(op, list) and len(op) == 2 and all(isinstance(part, str) for part in op) for op in found["ops"])
+    sound = {**numbers, "ops": all(pairs), "dtype": found["dtype"] in _DTYPES,
+             "logits": len(found["logits"]) == len(found["tokens"])}  # fmt: skip
+    return [name for name, holds in sound.items() if not holds]
 
 
 def machine(device: torch.device) -> str:

@@ -109,6 +109,9 @@ class PromisedRunner(Steps):
 
         Returns:
             The logits [batch, V] after the last token (a buffer that the next step reuses).
+
+        Raises:
+            BadInput: tokens of another shape or dtype, or that the model does not know.
         """
         length = tokens.shape[1]
         with promise(self.promise):
@@ -147,6 +150,9 @@ class PromisedRunner(Steps):
         batch, length = tokens.shape
         if batch != self.batch or not 1 <= length <= self.capacity:
             raise BadInput(f"this runner takes [{self.batch}, 1 to {self.capacity}] tokens, got {list(tokens.shape)}")
+        known, low, high = len(self.embedding), int(tokens.min()), int(tokens.max())
+        if tokens.dtype != torch.int64 or low < 0 or high >= known:
+            raise BadInput(f"the model knows {known} tokens, int64; got {tokens.dtype} from {low} to {high}")
         tokens = tokens.to(self.token.device)
         at = torch.arange(length, dtype=torch.int32, device=self.token.device).repeat(batch)
         return self._forward(tokens.reshape(-1), self.rows.repeat_interleave(length), at)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, UnknownName
+from nybble.models.decode import Runner
 from nybble.models.promised import PromisedRunner
 from nybble.ops._declare import Promise
 from nybble.ops._promise import ORDER, covers
@@ -171,10 +172,10 @@ def _stock(model: nn.Module) -> Callable[[Tensor], Seen]:
 
 def _stock_steps(model: nn.Module, ids: Tensor) -> Seen:
     """The same of one sequence token by token, through transformers' own cache."""
-    past, parts = None, []
-    for token in ids.to(next(model.parameters()).device):
+    runner, parts = Runner(model), []
+    for number, token in enumerate(ids):
         with _watched(model, (1, 1)) as seen, torch.no_grad():
-            past = model(input_ids=token.view(1, 1), past_key_values=past, use_cache=True).past_key_values
+            runner.step(int(token)) if number else runner.start(token[None])
         parts.append(seen)
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
