@@ -2,7 +2,9 @@
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,37 @@ def test_steps_are_told() -> None:
                      progress=lambda *words: told.append(words))  # fmt: skip
     assert [words[:2] for words in told] == [(1, 3), (2, 3), (3, 3), *[(i, 3) for i in (1, 2, 3)]]
     assert all(re.fullmatch(r"distill: \d\.\d{4} nats", words[2]) for words in told[:3])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("at", [7, 25])
+def test_a_run_that_was_stopped_goes_on(at: int, rank: int, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    told: list[int] = []
+
+    def stop(done: int, total: int, name: str) -> None:
+        told.append(done)
+        if len(told) == at:
+            raise Stopped
+
+    asked: dict[str, Any] = {"calibration": batches(), "config": distill.Config(steps=23, lr=1e-3, rank=rank)}
+    expected = nybble.quantize_(Model(), "NVFP4", "distill", **asked)
+    with pytest.raises(Stopped):
+        nybble.quantize_(Model(), "NVFP4", "distill", **asked, work_dir=tmp_path, progress=stop)
+    kept = 6 if at == 7 else 23  # every tenth of the steps, here two, and the last; 25 is the second layer
+    told.clear()
+    model = nybble.quantize_(Model(), "NVFP4", "distill", **asked, work_dir=tmp_path, progress=stop_never(told))
+    assert told[0] == (kept + 1 if kept < 23 else 1)
+    assert len(list(tmp_path.glob("step-*.pt"))) == 1
+    for a, b in zip(model.modules(), expected.modules(), strict=True):
+        if isinstance(a, QuantLinear):
+            assert all(torch.equal(a.weight.parts[name], part) for name, part in b.weight.parts.items())
+
+
+def stop_never(told: list[int]) -> Callable[[int, int, str], None]:
+    return lambda done, total, name: told.append(done)
 
 
 def test_refusals() -> None:

@@ -145,7 +145,7 @@ def _prepare(
         if hasattr(part.module, "prepare"):
             part.module.prepare(model, selection.linears, scheme, part.config)
         if hasattr(part.module, "fit"):
-            part.module.fit(model, selection.linears, scheme, given, part.config, progress)
+            part.module.fit(model, selection.linears, scheme, given, part.config, progress, work)
     amax: dict[str, Tensor] = {}
     static = {name: linear for name, linear in selection.linears.items() if schemes[name].static_input_scale}
     if given is not None and static and not what.needs_inputs:

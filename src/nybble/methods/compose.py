@@ -5,7 +5,7 @@ A method's file has a `Config` and one or more of
     apply(layer, config) -> QuantTensor          rounds one linear                          (rtn, gptq, schur, …)
     fold(stage, inputs, scheme, config, probe)   changes one block so that it rounds better (smoothquant, awq)
     prepare(model, linears, scheme, config)      the same for the whole model, without data (hadamard)
-    fit(model, linears, scheme, batches, config, progress)   the same with data             (distill)
+    fit(model, linears, scheme, batches, config, progress, work)   the same with data       (distill)
 
 `NEEDS_INPUTS = True` says that it has to be told what reaches each linear, `NEEDS_BATCHES = True` that it runs the
 model on calibration itself. "smoothquant+gptq" folds with the first and rounds with the second; a name without

@@ -33,6 +33,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from nybble.methods import rtn
 from nybble.methods.calibrate import Batch, call
 from nybble.methods.layer import Layer
 from nybble.methods.select import fused_groups
+from nybble.methods.work import Work
 from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor
 from nybble.quantize.rounding import uniform
@@ -119,7 +121,7 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 def fit(
     model: nn.Module, linears: Mapping[str, nn.Linear], scheme: Scheme, batches: Sequence[Batch], config: Config,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None, work: Work | None = None,
 ) -> list[float]:  # fmt: skip
     """Train the linears' weights; they are replaced, not written to.
 
@@ -130,6 +132,7 @@ def fit(
         batches: what is trained on.
         config: the settings.
         progress: called with (steps done, steps in all, the loss in words) after each step.
+        work: where what was reached is kept after every tenth of the steps, so that a run that was stopped goes on.
 
     Returns:
         The loss of every step, nats a token.
@@ -144,30 +147,64 @@ def fit(
     teacher = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     trained = {name: Trained(linear, config.rank, config.seed + i) for i, (name, linear) in enumerate(linears.items())}
     activation = None if config.weights_only else scheme.activation
-    parameters = [p for one in trained.values() for p in one.parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
-    losses = []
+    course = _Course([p for one in trained.values() for p in one.parameters], config, work)
     simulated = replace(scheme, activation=activation)
-    with torch.enable_grad():
-        for step, batch in enumerate(_order(batches, config)):
-            with torch.no_grad():
-                target = _logits(call(teacher, batch))
+    for batch in islice(_order(batches, config), len(course.losses), None):
+        with torch.no_grad():
+            target = _logits(call(teacher, batch))
+        with torch.enable_grad():
             with simulating(linears, trained, simulated):
                 loss = divergence(target, _logits(call(model, batch)))
-            losses.append(float(loss.detach()))
-            if not torch.isfinite(loss.detach()):
-                raise BadInput(f"distill: the loss is {losses[-1]} at step {step + 1}: a smaller lr may help")
-            # Only what trains gets a gradient: other parameters may be shared with the original.
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-            schedule.step()
-            if progress is not None:
-                progress(step + 1, config.steps, f"distill: {losses[-1]:.4f} nats")
+            course.step(loss)
+        if progress is not None:
+            progress(len(course.losses), config.steps, f"distill: {course.losses[-1]:.4f} nats")
     for name, linear in linears.items():
         linear.weight = nn.Parameter(trained[name].weight().detach(), requires_grad=linear.weight.requires_grad)
-    return losses
+    return course.losses
+
+
+class _Course:
+    """What moves the parameters, and how far it has come.
+
+    Attributes:
+        losses: of the steps so far.
+    """
+
+    def __init__(self, parameters: list[Tensor], config: Config, work: Work | None) -> None:
+        self._parameters, self._config, self._work = parameters, config, work
+        self._optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=0.0)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _rate(step, config))
+        self.losses: list[float] = []
+        kept = None if work is None else work.state()
+        if kept is not None:
+            for parameter, value in zip(parameters, kept["parameters"], strict=True):
+                parameter.data.copy_(value)
+            self._optimizer.load_state_dict(kept["optimizer"])
+            self._schedule.load_state_dict(kept["schedule"])
+            self.losses = kept["losses"]
+
+    def step(self, loss: Tensor) -> None:
+        """Follow the gradient of a loss."""
+        self.losses.append(float(loss.detach()))
+        done = len(self.losses)
+        if not torch.isfinite(loss.detach()):
+            raise BadInput(f"distill: the loss is {self.losses[-1]} at step {done}: a smaller lr may help")
+        # Only what trains gets a gradient: other parameters may be shared with the original.
+        for parameter, gradient in zip(self._parameters, torch.autograd.grad(loss, self._parameters), strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        self._schedule.step()
+        every = max(1, self._config.steps // 10)
+        if self._work is not None and (done % every == 0 or done == self._config.steps):
+            self._work.keep(done, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "parameters": [parameter.detach() for parameter in self._parameters],
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "losses": self.losses,
+        }
 
 
 @contextmanager

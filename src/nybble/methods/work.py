@@ -1,7 +1,8 @@
 """Finished blocks on disk, so that a run that was stopped goes on where it was.
 
-A work directory holds one file for each finished stage and `manifest.json`, which names the run (scheme, method,
-settings, hashes of weights and calibration) and each file's SHA-256. Files and manifest are written beside their
+A work directory holds one file for each finished stage, one for what a method that trains has reached, and
+`manifest.json`, which names the run (scheme, method, settings, hashes of weights and calibration) and each file's
+SHA-256. Files and manifest are written beside their
 place and moved there, the file first, so that what the manifest names is whole at every moment. A directory of
 another run, or a file that is not what the manifest says, is refused by name.
 """
@@ -52,12 +53,15 @@ class Work:
         identity: what must be the same for finished stages to serve.
 
     Raises:
-        BadInput: the directory is another run's, with what differs.
+        BadInput: the directory cannot be made, or is another run's, with what differs.
     """
 
     def __init__(self, directory: str | Path, identity: Mapping[str, str]) -> None:
         self.path = Path(directory)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{self.path}: cannot be written: {error.strerror or error}") from error
         self._manifest: dict[str, Any] = {"run": dict(identity), "stages": {}}
         if (self.path / _MANIFEST).exists():
             self._manifest = self._read()
@@ -80,25 +84,53 @@ class Work:
         Raises:
             DamagedFile: the file is missing or not what was written.
         """
-        entry = self._manifest["stages"].get(stage)
-        if entry is None:
+        stored = self._stored(self._manifest["stages"].get(stage))
+        if stored is None:
             return None
-        path = self.path / entry["file"]
-        if not path.exists() or _sha256(path) != entry["sha256"]:
-            raise DamagedFile(f"{path}: missing or changed since it was written; remove {self.path} to start anew")
-        stored = torch.load(path, weights_only=True, map_location="cpu")
         weights = {name: _unpacked(parts) for name, parts in stored.pop("weights").items()}
         return Finished(weights, **stored)
 
     def save(self, stage: str, finished: Finished) -> None:
         """Write a finished stage."""
-        name = f"{len(self._manifest['stages']):05d}.pt"
         stored = {**vars(finished), "weights": {n: _packed(w) for n, w in finished.weights.items()}}
+        entry = self._store(f"{len(self._manifest['stages']):05d}.pt", stored)
+        self._manifest["stages"][stage] = entry
+        self._publish()
+
+    def state(self) -> dict[str, Any] | None:
+        """What `keep` was last given, on the CPU; None if nothing was kept.
+
+        Raises:
+            DamagedFile: the file is missing or not what was written.
+        """
+        return self._stored(self._manifest.get("state"))
+
+    def keep(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write what training has reached after `step` steps, in place of what was kept before."""
+        before = self._manifest.get("state")
+        self._manifest["state"] = self._store(f"step-{step:06d}.pt", dict(state))
+        self._publish()
+        if before is not None and before != self._manifest["state"]:
+            (self.path / before["file"]).unlink(missing_ok=True)
+
+    def _stored(self, entry: Mapping[str, str] | None) -> dict[str, Any] | None:
+        if entry is None:
+            return None
+        path = self.path / entry["file"]
+        if not path.exists() or _sha256(path) != entry["sha256"]:
+            raise DamagedFile(f"{path}: missing or changed since it was written; remove {self.path} to start anew")
+        stored: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        return stored
+
+    def _store(self, name: str, stored: Mapping[str, Any]) -> dict[str, str]:
+        """Write a file; what the manifest says of it."""
         fresh = self.path / f"{name}.new"
         torch.save(stored, fresh)
         entry = {"file": name, "sha256": _sha256(fresh)}
         os.replace(fresh, self.path / name)
-        self._manifest["stages"][stage] = entry
+        return entry
+
+    def _publish(self) -> None:
         fresh = self.path / f"{_MANIFEST}.new"
         fresh.write_text(json.dumps(self._manifest, indent=1), encoding="utf-8")
         os.replace(fresh, self.path / _MANIFEST)
