@@ -44,3 +44,5 @@ def test_others_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no such file" in capsys.readouterr().err
     assert main(["judge", f"{PROBLEMS}/matmul.py", f"{tmp_path}/mine.py", "--json", f"{tmp_path}/no/v.json"]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    assert main(["judge", f"{PROBLEMS}/matmul.py", f"{tmp_path}/mine.py", "--html", str(tmp_path)]) == 2
+    assert "is a folder, name a file" in capsys.readouterr().err

@@ -20,8 +20,7 @@ def judge(options: argparse.Namespace) -> int:
     from nybble.judge.page import page
 
     for path in filter(None, (options.json, options.html)):
-        if not path.resolve().parent.is_dir():
-            raise BadInput(f"{path}: there is no folder {path.resolve().parent}")
+        _can_be_written(path)
     verdict = run(
         options.problem, options.candidate, device=str(find_device(options.device)), seed=options.seed,
         baselines=[name for name in options.baseline.split(",") if name],
@@ -36,7 +35,19 @@ def judge(options: argparse.Namespace) -> int:
     return 0 if verdict.correct else NOT_CORRECT
 
 
+def _can_be_written(path: Path) -> None:
+    """Raise BadInput if it cannot: better now than when the verdict is there."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise BadInput(f"{path}: there is no folder {folder}")
+    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"{path}: {'is a folder, name a file' if path.is_dir() else 'cannot be written'}")
+
+
 def _write(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
