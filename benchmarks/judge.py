@@ -8,10 +8,8 @@ tests/naive.py; what both graders cost.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import torch  # noqa: E402
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import naive as naive_grader  # noqa: E402
+import record  # noqa: E402
 from collection import PROBLEMS, Exhibit, exhibits  # noqa: E402
 from nybble.judge import Zygote, judge  # noqa: E402
 from nybble.judge.checks import Check, all_checks  # noqa: E402
@@ -107,8 +104,7 @@ def naive(store: Store) -> None:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    return {**record.origin(), "cores": os.cpu_count()}
 
 
 def cost(store: Store, zygote: Zygote) -> None:
@@ -152,7 +148,8 @@ def shares(rows: Rows) -> str:
     seeds = len({k.rsplit(" ", 1)[1] for k in cheats})
     kinds = len({e.kind for e in exhibits("cheats")})
     return "\n".join([
-        f"- {len(exhibits('cheats'))} cheats, {kinds} kinds; {len(exhibits('honest'))} honest kernels; seeds: {seeds}.",
+        f"- {len(exhibits('cheats'))} cheats, {kinds} kinds; {len(exhibits('honest'))} honest kernels; seeds: {seeds}; "
+        f"torch {rows['machine']['torch']}, {rows['machine']['date'][:10]}, commit {rows['machine']['commit']}.",
         f"- Caught: {caught} of {len(cheats)} verdicts on cheats, {caught / max(1, len(cheats)):.2%}. "
         + (f"Let through at least once: {', '.join(sorted(escaped))}." if escaped else "None was let through."),
         f"- Rejected: {sum(v[0] != 'correct' for v in honest.values())} of {len(honest)} verdicts on honest kernels"
