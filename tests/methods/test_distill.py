@@ -13,7 +13,7 @@ from torch import nn
 import nybble
 import tiny
 from nybble.errors import BadInput
-from nybble.methods import distill, rtn
+from nybble.methods import distill, memory, rtn
 from nybble.methods.layer import Layer
 from nybble.methods.pipeline import weight_amax
 from nybble.ops import QuantLinear
@@ -177,6 +177,20 @@ def test_a_run_that_was_stopped_goes_on(at: int, rank: int, tmp_path: Path) -> N
 
 def stop_never(told: list[int]) -> Callable[[int, int, str], None]:
     return lambda done, total, name: told.append(done)
+
+
+def test_a_training_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = 2 * 64 * 96 + 96 * 64
+    whole, small = 20 * weights, 4 * weights + 16 * 16 * 3 * (64 + 96)
+    assert [distill.training_bytes(linears(Model()), rank) for rank in (0, 16)] == [whole, small]
+    model = Model()
+    monkeypatch.setattr(memory, "free", lambda device: whole - 1)
+    with pytest.raises(BadInput, match=r"0.000369 GB are needed .* cpu has 0.000369 GB: rank=16 .* in 0.000197 GB"):
+        nybble.quantize_(model, "NVFP4A16", "distill", calibration=batches())
+    monkeypatch.setattr(memory, "free", lambda device: small - 1)
+    with pytest.raises(BadInput, match="no rank fits"):
+        nybble.quantize_(model, "NVFP4A16", "distill", calibration=batches(), config=distill.Config(rank=16))
+    assert linears(model), "nothing was changed"
 
 
 def test_refusals() -> None:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from nybble.errors import BadInput
 from nybble.formats.spec import BlockFormat
-from nybble.methods import rtn
+from nybble.methods import memory, rtn
 from nybble.methods.calibrate import Batch, call
 from nybble.methods.layer import Layer
 from nybble.methods.select import fused_groups
@@ -52,6 +52,7 @@ from nybble.quantize.rounding import uniform
 from nybble.quantize.schemes import Scheme
 
 NEEDS_BATCHES = True
+_SMALL_RANK = 16  # what is offered where whole weights do not fit
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,14 @@ def fit(
         The loss of every step, nats a token.
 
     Raises:
-        BadInput: a loss is not finite, or settings are out of range.
+        BadInput: a loss is not finite, settings are out of range, or there is not enough memory (what would fit is
+            said).
     """
     if config.steps < 1 or config.rank < 0 or config.lr <= 0:
         raise BadInput(
             f"distill: steps {config.steps} and lr {config.lr} must be positive, rank {config.rank} at least 0"
         )
+    _check_room(linears, config)
     teacher = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     trained = {name: Trained(linear, config.rank, config.seed + i) for i, (name, linear) in enumerate(linears.items())}
     activation = None if config.weights_only else scheme.activation
@@ -161,6 +164,27 @@ def fit(
     for name, linear in linears.items():
         linear.weight = nn.Parameter(trained[name].weight().detach(), requires_grad=linear.weight.requires_grad)
     return course.losses
+
+
+def _check_room(linears: Mapping[str, nn.Linear], config: Config) -> None:
+    """Refuse a training that cannot fit, before a step is made."""
+    need, other = (training_bytes(linears, rank) for rank in (config.rank, _SMALL_RANK))
+    device = next(iter(linears.values())).weight.device
+    have = memory.free(device)
+    if need > have:
+        fits = f"rank={_SMALL_RANK} would train a correction in {memory.gb(other)}" if other < have else "no rank fits"
+        raise BadInput(
+            f"distill: not enough memory: {memory.gb(need)} are needed beside the model and its activations, and "
+            f"{device} has {memory.gb(have)}: {fits}"
+        )
+
+
+def training_bytes(linears: Mapping[str, nn.Linear], rank: int) -> int:
+    """What training holds for the weights: of each parameter itself, its gradient and two moments in float32; and
+    every weight as rounded, in its own dtype, which the backward pass needs."""
+    weights = [linear.weight for linear in linears.values()]
+    trained = sum(rank * sum(w.shape) if rank else w.numel() for w in weights)
+    return 16 * trained + sum(w.nbytes for w in weights)
 
 
 class _Course:

@@ -59,18 +59,19 @@ def check(driver: Whole | None, stages: Sequence[Stage], schemes: Mapping[str, S
     have = free(device)
     if moments + visitors > have:
         raise BadInput(
-            f"not enough memory: {_gb(moments + visitors)} are needed for {name or 'the linears outside of blocks'} "
-            f"(second moments and rounding {_gb(moments)}, blocks {_gb(visitors)}) and {device} has {_gb(have)}: "
+            f"not enough memory: {gb(moments + visitors)} are needed for {name or 'the linears outside of blocks'} "
+            f"(second moments and rounding {gb(moments)}, blocks {gb(visitors)}) and {device} has {gb(have)}: "
             "work on a larger device, or leave its widest layers alone (ignore)"
         )
     if moments + visitors + kept > have:
         fit = int((have - moments - visitors) / (kept / count))
         raise BadInput(
-            f"not enough memory: what enters a block takes {_gb(kept)} for {count} batches, {name} needs "
-            f"{_gb(moments + visitors)} beside it, and {device} has {_gb(have)}: {fit} batches would fit, or all of "
+            f"not enough memory: what enters a block takes {gb(kept)} for {count} batches, {name} needs "
+            f"{gb(moments + visitors)} beside it, and {device} has {gb(have)}: {fit} batches would fit, or all of "
             "them kept elsewhere (spill='cpu' or a folder)"
         )
 
 
-def _gb(size: int) -> str:
+def gb(size: int) -> str:
+    """A size in words."""
     return f"{size / 1e9:.3g} GB"
