@@ -121,7 +121,8 @@ def measured(paths: Iterable[Path]) -> list[Timing]:
     best: dict[tuple[str, int, int, int], float] = {}
     for path in paths:
         found = json.loads(path.read_text(encoding="utf-8"))
-        for row in found["rows"] if isinstance(found, dict) and "rows" in found else []:
+        rows = found.get("rows") if isinstance(found, dict) else None
+        for row in rows if isinstance(rows, list) else []:
             kernel = str(row.get("kernel", ""))
             ours = kernel == "cublas" or (kernel.startswith("linear_") and kernel != LINEAR_FALLBACK)
             name = scheme_of(str(row.get("format")), row.get("activation")) if ours else None

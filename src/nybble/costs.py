@@ -193,9 +193,11 @@ def _narrow(
     """The product of codes: widened where the unit is wider, rescaled for each group along K or once at the end."""
     columns = [fmt.block[1] for fmt in (weight, activation) if fmt.block[1] is not None]
     groups = -(-k // min(columns)) if columns and folds else 1
-    fold = FOLD if unit.startswith("int") else FOLD_FLOAT
-    gamma = {name: count * float(m * n) * groups for name, count in fold.items()}
-    turns = dict(gamma) if groups > 1 and fold is FOLD else {}
+    whole = unit.startswith("int")
+    fold = FOLD if whole else FOLD_FLOAT
+    saved = {"float": 1.0} if len(columns) == 1 and folds else {}  # the product of two scales
+    gamma = {name: (count - saved.get(name, 0.0)) * float(m * n) * groups for name, count in fold.items()}
+    turns = dict(gamma) if groups > 1 and whole else {}
     if unit.endswith("8") and weight.element.bits < 8:  # a mask a word of four codes, a shift for every other word
         tiles = max(1, -(-m // TOKENS_A_TILE))
         gamma["logic"] = 0.25 * float(n * k) * tiles

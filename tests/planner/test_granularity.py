@@ -29,12 +29,15 @@ def test_halving_the_group_doubles_what_is_exposed() -> None:
         assert granularity.exposed(machine, 64, both=False) < granularity.exposed(machine, 64)
 
 
+@pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_it_is_the_ratio_of_the_planners_terms(group: int) -> None:
+def test_it_is_the_ratio_of_the_planners_terms(group: int, both: bool) -> None:
     """The same counts as costs.linear's, where nothing else is done on scalar units."""
     fmt, h200 = table.block(f"int8_g{group}"), machines.get("h200")
-    terms = predict.terms(costs.linear(4096, 4096, 4096, fmt, fmt)[0].steps[-1], h200)
-    assert terms.scalar / terms.compute == pytest.approx(granularity.exposed(h200, group))
+    other = fmt if both else table.block("int8_token")
+    terms = predict.terms(costs.linear(4096, 4096, 4096, fmt, other)[0].steps[-1], h200)
+    assert terms.turns / terms.compute == pytest.approx(granularity.exposed(h200, group, both))
+    assert terms.seconds >= terms.compute + terms.turns
 
 
 def test_a_machine_without_integer_products_is_refused() -> None:
