@@ -1,6 +1,6 @@
 """Whole models with narrow activations on a GPU: Llama-3.1-8B's prefill, and one step of a diffusion transformer.
 
-    python benchmarks/prefill.py [--out FILE] [--commit HASH] [--tiny]
+    python benchmarks/prefill.py [--out FILE] [--commit HASH] [--only llama-8b|dit] [--tiny]
 
 Weights are random. Layers share one layer's weights where that changes no time (they are far larger than the L2
 cache). Each model runs in one captured CUDA graph, so that Python's part is the same for all: bf16, W8A8, FP8, and
@@ -218,13 +218,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="recorded with the result")
+    parser.add_argument("--only", choices=("llama-8b", "dit"))
     parser.add_argument("--tiny", action="store_true", help="small sizes, without times where there is no GPU")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {"what": "whole models with narrow activations", "commit": options.commit, "rows": []}
     result |= machine() if device == "cuda" else {}
     with torch.no_grad():
-        for row in itertools.chain(llama(options.tiny, device), diffusion(options.tiny, device)):
+        models = {"llama-8b": llama, "dit": diffusion}
+        wanted = [model for name, model in models.items() if options.only in (None, name)]
+        for row in itertools.chain.from_iterable(model(options.tiny, device) for model in wanted):
             result["rows"].append(row)
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()

@@ -1,16 +1,17 @@
 """Producers on a GPU: one pass from bf16 to codes and scales, beside the separate passes and a plain copy.
 
-    python benchmarks/producers.py [--out FILE] [--commit HASH]
+    python benchmarks/producers.py [--out FILE] [--commit HASH] [--only 0,4,…] [--warm I/N]
 
-Every output that is timed is compared with the definition first, bit for bit. Times are medians of replays of a CUDA
-graph over inputs that rotate past the L2 cache; the share is bytes read and written (once each) over the time, of
-what a copy reaches in the same run. *separate* is the op of the prologue and then the plain producer, both of nybble.
+Every kernel that takes a case is timed, and every output that is timed is compared with the definition first, bit for
+bit. Times are medians of replays of a CUDA graph over inputs that rotate past the L2 cache; the share is bytes read and
+written (once each) over the time, of what a copy reaches in the same run. *separate* is the op of the prologue and then
+the plain producer, both of nybble.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import record
 from nybble.bench import copy_bandwidth, machine, timed
 from nybble.errors import Mismatch
 from nybble.formats import table
-from nybble.ops.quantize_rows import QUANTIZE_ROWS, cost, quantize_rows, rmsnorm_quantize, silu_mul_quantize
+from nybble.ops._declare import Implementation
+from nybble.ops.quantize_rows import QUANTIZE_ROWS, cost, quantize_rows
 from nybble.ops.rmsnorm import add_rmsnorm
 from nybble.ops.silu_mul import silu_mul
 from nybble.quantize import QuantTensor
@@ -65,14 +68,16 @@ class Inputs:
         self.gain = normal(k)
         self.amax = torch.full((), 5.0, device="cuda") if self.fmt.tensor_scale else None
 
-    def fused(self, i: int) -> tuple[QuantTensor, Tensor | None]:
-        """The producer."""
-        options: Any = {"tensor_amax": self.amax, "hadamard": self.rotation}
-        if self.prologue == "plain":
-            return quantize_rows(self.x[i], self.fmt, **options), None
-        if self.prologue == "silu_mul":
-            return silu_mul_quantize(self.x[i], self.fmt, **options), None
-        return rmsnorm_quantize(self.x[i], self.residual[i], self.gain, EPS, self.fmt, **options)
+    def arguments(self, i: int) -> tuple[Any, ...]:
+        """The op's arguments."""
+        prologue = "rmsnorm" if self.prologue == "add_rmsnorm" else self.prologue
+        normal = (self.residual[i], self.gain, EPS) if prologue == "rmsnorm" else (None, None, 0.0)
+        return self.x[i], self.fmt, prologue, *normal, self.amax, self.rotation
+
+    def kernels(self) -> list[Implementation]:
+        """The kernels that take it."""
+        found = QUANTIZE_ROWS.implementations("cuda")[:-1]
+        return [kernel for kernel in found if kernel.supports(*self.arguments(0)) is None]
 
     def separate(self, i: int) -> tuple[QuantTensor, Tensor | None]:
         """The op of the prologue, then the plain producer."""
@@ -83,13 +88,9 @@ class Inputs:
 
     def reference(self, i: int) -> QuantTensor:
         """The definition; the gate by the kernel, whose exponential is the device's."""
-        rest = (None, None, 0.0, self.amax, self.rotation)
-        if self.prologue == "plain":
-            return QUANTIZE_ROWS.reference(self.x[i], self.fmt, "plain", *rest)[0]
-        if self.prologue == "silu_mul":
-            return QUANTIZE_ROWS.reference(silu_mul(self.x[i]), self.fmt, "plain", *rest)[0]
-        args = ("rmsnorm", self.residual[i], self.gain, EPS, self.amax, self.rotation)
-        return QUANTIZE_ROWS.reference(self.x[i], self.fmt, *args)[0]
+        if self.prologue != "silu_mul":
+            return QUANTIZE_ROWS.reference(*self.arguments(i))[0]
+        return QUANTIZE_ROWS.reference(silu_mul(self.x[i]), self.fmt, tensor_amax=self.amax, hadamard=self.rotation)[0]
 
 
 def check(q: QuantTensor, expected: QuantTensor, what: str) -> None:
@@ -105,31 +106,37 @@ def medians(call: Callable[[int], Any], number: int) -> tuple[float, list[Any]]:
     return timed([partial(call, i) for i in range(number)] * max(1, 16 // number))
 
 
-def measure(case: Case, bandwidth: float) -> dict[str, Any]:
-    """One row of the result."""
+def measure(case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """A row of the result for every kernel."""
     name, prologue, m, k, rotation = case
     inputs, what = Inputs(case), f"{name} after {prologue}, [{m}, {k}], rotation {rotation}"
     number = len(inputs.x)
-    us, outputs = medians(inputs.fused, number)
-    for i in (0, number - 1):
-        check(outputs[i][0], inputs.reference(i), what)
-    kind = "rmsnorm" if prologue == "add_rmsnorm" else prologue
-    nbytes = cost(inputs.x[0], inputs.fmt, kind, inputs.residual[0]).nbytes
-    row = {"format": name, "prologue": prologue, "m": m, "k": k, "rotation": rotation, "us": us, "mbytes": nbytes / 1e6,
-           "tb_per_s": nbytes / us / 1e6, "of_copy": nbytes / us / 1e6 / bandwidth}  # fmt: skip
-    if row["of_copy"] > 1.15:
-        raise Mismatch(f"{what}: faster than memory ({row['of_copy']:.2f} of a copy)")
-    if prologue != "plain":
-        row["separate_us"] = medians(inputs.separate, number)[0]
-        row["over_separate"] = row["separate_us"] / us
-    return row
+    separate = {} if prologue == "plain" else {"separate_us": medians(inputs.separate, number)[0]}
+    nbytes = cost(*inputs.arguments(0)[:4]).nbytes
+    expected = {i: inputs.reference(i) for i in (0, number - 1)}
+    for kernel in inputs.kernels():
+
+        def call(i: int, kernel: Implementation = kernel) -> Any:
+            return kernel.run(*inputs.arguments(i))
+
+        us, outputs = medians(call, number)
+        for i, q in expected.items():
+            check(outputs[i][0], q, f"{kernel.name}: {what}")
+        speed = nbytes / us / 1e6
+        if speed > 1.15 * bandwidth:
+            raise Mismatch(f"{what}: faster than memory ({speed / bandwidth:.2f} of a copy)")
+        row = {"kernel": kernel.name, "format": name, "prologue": prologue, "m": m, "k": k, "rotation": rotation,
+               "us": us, "mbytes": nbytes / 1e6, "tb_per_s": speed, "of_copy": speed / bandwidth}  # fmt: skip
+        yield row | ({**separate, "over_separate": separate["separate_us"] / us} if separate else {})
 
 
 def warm(share: int, shares: int) -> None:
     """Compile a share of the kernels, so that several processes fill Triton's cache together."""
     for case in list(cases())[share::shares]:
         small = (*case[:2], 8, *case[3:])
-        Inputs(small).fused(0)
+        inputs = Inputs(small)
+        for kernel in inputs.kernels():
+            kernel.run(*inputs.arguments(0))
     torch.cuda.synchronize()
 
 
@@ -148,16 +155,15 @@ def main() -> None:
     result = {"what": "producers", **machine(), "commit": options.commit, "copy_tb_per_s": bandwidth, "rows": []}
     print(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
     only = {int(number) for number in options.only.split(",") if number}
-    for case in (case for number, case in enumerate(cases()) if not only or number in only):
-        row = measure(case, bandwidth)
+    chosen = (case for number, case in enumerate(cases()) if not only or number in only)
+    for row in itertools.chain.from_iterable(measure(case, bandwidth) for case in chosen):
         result["rows"].append(row)
         shape = f"{row['format']:10} {row['prologue']:12} {row['m']}x{row['k']:<6} h{row['rotation']:<4}"
         beside = f"{row['over_separate']:5.2f}x separate" if "over_separate" in row else ""
-        print(f"{shape} {row['us']:7.1f} us {row['tb_per_s']:5.2f} TB/s {row['of_copy']:5.0%} {beside}")
+        print(f"{shape} {row['us']:7.1f} us {row['of_copy']:5.0%} of a copy {row['kernel']:24} {beside}")
         sys.stdout.flush()
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.write(options.out, result)
 
 
 if __name__ == "__main__":

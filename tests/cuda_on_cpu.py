@@ -2,8 +2,9 @@
 
 A kernel's source is compiled by g++ with `__fmul_rn` and its like as the IEEE operations they are, and with no
 contraction. A block's threads are coroutines: each runs to the next `__syncthreads()`, then the following one, so that
-a missing barrier shows as a wrong result. Blocks run one after another. Kernels that use PTX beyond the conversions
-below, warps or tensor cores are not for this.
+a missing barrier shows as a wrong result; lanes exchange values the same way, so that all threads of a block have to
+take part. Blocks run one after another. Kernels that use PTX beyond the conversions below or tensor cores are not for
+this.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 COMPILER = shutil.which("g++")
 
 _BEFORE = r"""
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <ucontext.h>
@@ -34,6 +36,32 @@ static ucontext_t scheduler;
 static std::vector<ucontext_t> fibers;
 static unsigned current;
 static void __syncthreads() { swapcontext(&fibers[current], &scheduler); }
+// Values cross between lanes at two barriers: all have written before one reads, all have read before one writes.
+static unsigned long long exchanged[1024];
+template <typename T> static T __shfl_xor_sync(unsigned, T value, int apart) {
+  std::memcpy(&exchanged[current], &value, sizeof value);
+  __syncthreads();
+  std::memcpy(&value, &exchanged[current ^ apart], sizeof value);
+  __syncthreads();
+  return value;
+}
+static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  for (int apart = 16; apart; apart /= 2) value = std::max(value, __shfl_xor_sync(mask, value, apart));
+  return value;
+}
+static inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFFu, b & 0xFFFFu);
+}
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned pick) {
+  const unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= (both >> (pick >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return found;
+}
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+using std::max, std::min;
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
@@ -44,6 +72,10 @@ static inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4
 static inline float half_float(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); return (float)h; }
 static inline unsigned short float_half(float f) {
   _Float16 h = (_Float16)f; unsigned short u; std::memcpy(&u, &h, 2); return u;
+}
+static inline unsigned bfloat(float f) {
+  const unsigned u = __float_as_uint(f);
+  return f != f ? 0x7FFF : u + 0x7FFF + (u >> 16 & 1) >> 16;
 }
 """
 
@@ -85,6 +117,12 @@ extern "C" void run(const void *argument, unsigned columns, unsigned rows, unsig
 _PTX = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));': "f = half_float(bits);",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));': "bits = float_half(f);",
+    'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));': (
+        "both = float_half(high) << 16 | float_half(low);"
+    ),
+    'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));': (
+        "both = bfloat(high) << 16 | bfloat(low);"
+    ),
 }
 
 

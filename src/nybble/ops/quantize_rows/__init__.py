@@ -207,7 +207,7 @@ QUANTIZE_ROWS = Op(
     agreement=Agreement(dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0.0)),  # the same bits
     cases=cases,
     cost=cost,
-    homes={"cuda": "nybble.ops.quantize_rows.triton"},
+    homes={"cuda": "nybble.ops.quantize_rows.gpu"},
     fallback=Implementation("quantize_rows_torch", quantize_rows_reference, lambda *args: None, native=True),
     promise="run-to-run",  # y is measured over all tokens where a tensor scale is needed and none was given
 )

@@ -132,7 +132,8 @@ def block_scale(
         rounded = (largest + (_ONE << (_MANTISSA - 2))) >> _MANTISSA  # the exponent, one more from 1.75 on
         exponent = tl.minimum(tl.maximum(rounded - _BIAS - S_TOP, -S_BIAS), S_MOST)
         finite = largest < _EXPONENT
-        e = tl.where(finite, ((-exponent + _BIAS) << _MANTISSA).to(tl.float32, bitcast=True), float("nan"))
+        inverse = tl.maximum((-exponent + _BIAS) << _MANTISSA, _ONE << (_MANTISSA - 1))  # 2^-127 is subnormal
+        e = tl.where(finite, inverse.to(tl.float32, bitcast=True), float("nan"))
         stored = tl.where(finite, exponent + S_BIAS, S_NAN)
     else:
         scale = tl.div_rn(largest.to(tl.float32, bitcast=True), E_MAX)
