@@ -15,9 +15,7 @@
 #define X_STRIDE (ROWS_X + 4)
 #define W_STRIDE (OUTPUTS + 4)
 #define PIECES (TOKENS * ROWS / 4)  // of four totals
-
-// Columns of a step's run: two turns of a chain.
-__device__ __forceinline__ int column_of(int chain, int step, int half) { return (2 * step + half) * SPAN + chain * RUN; }
+#define ALL_FETCH_X (2 * ROWS_X >= THREADS)
 
 // BYTES (4, 8, or a multiple of 16) to shared memory, asynchronously; zeros if not `there`. The compiler puts off loads
 // into registers until they are needed, however early they are written down; it cannot put off these.
@@ -38,26 +36,38 @@ template <int WORDS> __device__ __forceinline__ void read_back(u32 *to, const u3
 __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // What a thread fetches of the next step: runs of its own, in slots of its own, so that no barrier is needed before it reads
-// them back.
+// them back. Pointers and limits of its rows are kept: a step then costs a comparison and an addition for each run.
 struct Fetcher {
   u32 *x, *w;  // the slots
+  const char *x_from, *w_from[W_RUNS];
+  int x_columns, w_columns[W_RUNS];  // those left in the row, none where there is no row
   Scale scale[W_RUNS];
 
-  __device__ __forceinline__ explicit Fetcher(u32 *slots)
-      : x(slots + threadIdx.x * 4), w(slots + X_WORDS * THREADS + threadIdx.x * (W_WORDS < 4 ? W_WORDS : 4)) {}
-
-  __device__ __forceinline__ void fetch(const Arguments &p, int token0, int row0, int chain, int step) {
+  __device__ __forceinline__ Fetcher(const Arguments &p, u32 *slots, int token0, int row0)
+      : x(slots + threadIdx.x * 4), w(slots + X_WORDS * THREADS + threadIdx.x * (W_WORDS < 4 ? W_WORDS : 4)) {
+    const int half = threadIdx.x / ROWS_X, token = token0 + threadIdx.x % ROWS_X;
+    x_columns = (ALL_FETCH_X || half < 2) && token < p.M ? p.K - half * SPAN : 0;
+    x_from = x_columns > 0 ? p.x + token * p.x_row + half * SPAN * X_BYTES : p.x;
 #pragma unroll
     for (int i = 0; i < W_RUNS; ++i) {
-      const int at = threadIdx.x + i * THREADS, row = row0 + at % OUTPUTS, column = column_of(chain, step, at / OUTPUTS);
-      const bool there = row < p.N && column < p.K;
-      const char *from = there ? p.w + row * p.w_row + column / RUN * (W_WORDS * 4LL) : p.w;
-      copy<4 * W_WORDS>((u32)__cvta_generic_to_shared(w + i * (W_WORDS * THREADS)), from, there);
-      scale[i] = there ? scale_of(p, row, column) : Scale{};
+      const int at = threadIdx.x + i * THREADS, row = row0 + at % OUTPUTS;
+      w_columns[i] = row < p.N ? p.K - at / OUTPUTS * SPAN : 0;
+      w_from[i] = w_columns[i] > 0 ? p.w + row * p.w_row + at / OUTPUTS * (SPAN / RUN * W_WORDS * 4) : p.w;
     }
-    const int half = threadIdx.x / ROWS_X, token = token0 + threadIdx.x % ROWS_X, column = column_of(chain, step, half);
-    const bool there = half < 2 && token < p.M && column < p.K;
-    copy<4 * X_WORDS>((u32)__cvta_generic_to_shared(x), there ? p.x + token * p.x_row + column * (long long)X_BYTES : p.x, there);
+  }
+
+  // The columns `column` to `column` + RUN of the step's first half, and SPAN further of its second.
+  __device__ __forceinline__ void fetch(const Arguments &p, int row0, int column) {
+#pragma unroll
+    for (int i = 0; i < W_RUNS; ++i) {
+      const bool there = column < w_columns[i];
+      copy<4 * W_WORDS>((u32)__cvta_generic_to_shared(w + i * (W_WORDS * THREADS)),
+                        w_from[i] + (there ? column / RUN * (W_WORDS * 4) : 0), there);
+      const int at = threadIdx.x + i * THREADS;
+      scale[i] = there ? scale_of(p, row0 + at % OUTPUTS, column + at / OUTPUTS * SPAN) : Scale{};
+    }
+    const bool there = column < x_columns;
+    copy<4 * X_WORDS>((u32)__cvta_generic_to_shared(x), x_from + (there ? column * X_BYTES : 0), there);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
@@ -65,7 +75,7 @@ struct Fetcher {
   __device__ __forceinline__ void put(float *x_tile, float *w_tile, int piece) const {
     float values[RUN];
     const int half = threadIdx.x / ROWS_X;
-    if (piece == 0 && half < 2) {
+    if (piece == 0 && (ALL_FETCH_X || half < 2)) {
       u32 raw[X_WORDS];
       read_back<X_WORDS>(raw, x);
       widen<X_KIND>(values, raw);
@@ -108,14 +118,14 @@ struct Column {
     for (int n = 0; n < ROWS; n += 4) *(float4 *)(b + n) = *(const float4 *)(w + n * 4);
   }
 
-  // Output by output, back and forth over the tokens: neighbouring instructions then share an operand, which the register file
-  // need not deliver twice. It has two banks, and three operands of one bank take three cycles.
+  // Token by token, back and forth over the outputs: neighbouring instructions then share an operand, which the register file
+  // need not deliver twice. It has two banks, and reads of one bank take turns.
   __device__ __forceinline__ void add_products(float (*sum)[ROWS]) const {
 #pragma unroll
-    for (int n = 0; n < ROWS; ++n)
+    for (int m = 0; m < TOKENS; ++m)
 #pragma unroll
-      for (int i = 0; i < TOKENS; ++i) {
-        const int m = n % 2 ? TOKENS - 1 - i : i;
+      for (int i = 0; i < ROWS; ++i) {
+        const int n = m % 2 ? ROWS - 1 - i : i;
         sum[m][n] = __fmaf_rn(a[m], b[n], sum[m][n]);
       }
   }
@@ -158,9 +168,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) totals[i * THREADS] = {0.f, 0.f, 0.f, 0.f};
 
-  Fetcher next((u32 *)(w_tile + 2 * STEP * W_STRIDE));
+  Fetcher next(p, (u32 *)(w_tile + 2 * STEP * W_STRIDE), token0, row0);
   int chain = 0, step = 0, buffer = 0;
-  next.fetch(p, token0, row0, 0, 0);
+  next.fetch(p, row0, 0);
   wait();
 #pragma unroll
   for (int i = 0; i <= W_RUNS; ++i) next.put(x_tile, w_tile, i);
@@ -170,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_exact_tile(
     const int turns = (runs - chain + CHAINS - 1) / CHAINS;
     const bool last = 2 * step + 2 >= turns;
     step = last ? 0 : step + 1, chain += last;
-    if (chain < chains) next.fetch(p, token0, row0, chain, step);
+    if (chain < chains) next.fetch(p, row0, step * (2 * SPAN) + chain * RUN);
     const float *x = x_tile + buffer * STEP * X_STRIDE, *w = w_tile + buffer * STEP * W_STRIDE;
     buffer ^= 1;
     multiply(sum, x, w, next, x_tile + buffer * STEP * X_STRIDE, w_tile + buffer * STEP * W_STRIDE);
