@@ -1,6 +1,6 @@
 """What the promises about equal bits cost, one linear layer at a time, on this GPU.
 
-    python benchmarks/promises.py --out benchmarks/results/h200/promises.json
+    python benchmarks/promises.py --out benchmarks/results/h200/promises.json [--m 1,2048]
 
 linear_exact beside the library's bf16 and float32 products and LayerCast; linear_invariant beside cuBLAS and the
 batch-invariant replacement (known_ways.py). Times are medians of CUDA graphs over weights rotated past L2; the very
@@ -31,7 +31,6 @@ from nybble.ops.linear_invariant import LINEAR_INVARIANT, linear_invariant
 
 SHAPES = ((28672, 8192), (14336, 4096), (4096, 14336), (4096, 4096))
 FEW, MANY = (1, 16, 64), 2048
-_WIDE_TILE = exact_cuda.Tile(8, 16, 1)
 _OTHER = {True: exact_cuda.Stream(4, 4, 2), False: exact_cuda.Tile(4)}  # few tokens -> a plan to compare with
 _PEAK_BLOCKS, _PEAK_THREADS, _PEAK_ROUNDS, _PEAK_OPS = 32, 256, 400, 256
 
@@ -81,8 +80,6 @@ def measure(n: int, k: int, m: int) -> Iterator[dict[str, Any]]:
         "linear_exact": (count, lambda i: linear_exact(x, weights[i])),
         "layercast": (count, lambda i: layercast(wide, weights[i])),
     }
-    if m == MANY:
-        contenders["linear_exact_wide_tile"] = count, lambda i: exact_cuda.run(x, weights[i], None, _WIDE_TILE)
     for name, (number, call) in contenders.items():
         us, outputs = _time(number, m, call)
         base = base or us
@@ -116,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
+    parser.add_argument("--m", default=",".join(map(str, (*FEW, MANY))), help="tokens (default: %(default)s)")
     asked = parser.parse_args()
     result = {
         **machine(),
@@ -126,7 +124,7 @@ def main() -> None:
     }
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
     for n, k in SHAPES:
-        for m in (*FEW, MANY):
+        for m in map(int, asked.m.split(",")):
             for row in measure(n, k, m):
                 result["rows"].append(row)
                 print(_line(row), flush=True)
