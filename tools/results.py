@@ -223,6 +223,27 @@ def promised_models(record: Record) -> str:
     )
 
 
+def prefill(record: Record) -> str:
+    """Whole models with narrow activations, beside bf16."""
+    names = {"llama-8b": "Llama-3.1-8B's shape, 2,048 tokens", "dit": "a diffusion transformer, 4,096 tokens"}
+    body = [
+        [
+            names[row["model"]],
+            row["scheme"],
+            f"{row['ms']:.1f}",
+            f"{row['ratio']:.2f}x" if "ratio" in row else "",
+            f"{100 * row['linears']:.0f} %" if "linears" in row else "",
+        ]
+        for row in record["rows"]
+    ]
+    return (
+        f"Random weights on one {record['device']} (torch {record['versions']['torch']}, {record['date'][:10]}, commit "
+        f"{record['commit']}), each step one captured CUDA graph. Every quantized linear is compared with its "
+        f"definition first. {record['note']}\n\n"
+        + table(["model", "scheme", "ms", "over bf16", "of it in linears"], body)
+    )
+
+
 def quantize(record: Record) -> str:
     """Throughput of quantize()."""
     head = ["format", "M values/s in", "M values/s back", "time of a copy"]
@@ -255,6 +276,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("Producers on an H200", "h200/producers.json", producers),
+    ("Whole models with narrow activations on an H200", "h200/prefill.json", prefill),
     ("Eight and four bits, mixed", "cpu-2core/mixed.json", mixed),
     ("What equal bits cost on an H200", "h200/promises.json", promises),
     ("Promises on whole models", "h200/promises-model-cuda.json", promised_models),

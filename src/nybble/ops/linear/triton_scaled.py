@@ -29,7 +29,6 @@ from nybble.quantize import QuantTensor
 from nybble.quantize.layouts import DENSE
 
 NEVER_RUN = "compiled, never run"
-INTERPRETED = "run in the interpreter only"
 _NATIVE = (10, 12)
 _TILE = (128, 128, 256)  # tokens, rows of W, columns
 _DECODED = 1024
@@ -203,5 +202,5 @@ def _implementation(name: str, native: bool, note: str = "") -> Implementation:
 
 IMPLEMENTATIONS = (
     _implementation("linear_fp4_block_triton_sm100", native=True, note=NEVER_RUN),
-    _implementation("linear_fp4_block_bf16_triton", native=False, note=INTERPRETED),
+    _implementation("linear_fp4_block_bf16_triton", native=False),
 )
