@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import record
 from nybble.methods import distill, quantize_
 from nybble.models import text as texts
 
@@ -81,7 +82,7 @@ def main() -> None:
     loss = train(original, seen, asked.training)
     print(f"trained to {loss:.3f} nats a byte", flush=True)
     original.eval()
-    result: dict[str, Any] = {**vars(asked), "out": None, "loss": loss, "torch": torch.__version__,
+    result: dict[str, Any] = {**vars(asked), "out": None, "loss": loss, **record.origin(),
                               "text": texts.default_text().name, "rows": []}  # fmt: skip
     lessons = batches(seen, 64, seed=2)
     for scheme, weights_only in PLAN:
@@ -95,7 +96,7 @@ def main() -> None:
                "cpu_seconds": time.process_time() - begin}  # fmt: skip
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        record.write(asked.out, result)
     print("| scheme | trained | KL of rtn | KL of distill | less |\n|---|---|---|---|---|")
     for row in result["rows"]:
         less = 1 - row["distill"] / row["rtn"]
