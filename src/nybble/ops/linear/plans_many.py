@@ -156,9 +156,7 @@ class Tile:
         busy = rounds * -(-self.slice_chunks(p) // self.split) * self._round(p, resident) * slow / PER_MICROSECOND
         busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
         end = (
-            2.6
-            + tokens * self.warpgroups * self.tiles / 250
-            + (_AGAIN * (rounds - 1) / resident if p.m > 64 else 0.0)
+            2.6 + tokens * self.warpgroups * self.tiles / 250 + (_AGAIN * (rounds - 1) / resident if p.m > 64 else 0.0)
         )
         meeting = 0.6 + 0.004 * self.cluster * tokens if self.cluster > 1 else 0.0
         return max(busy, p.memory_time * 1.15) + end + meeting
