@@ -47,7 +47,6 @@ VARIANTS = {
     "distill_r16": distill.Config(steps=100, lr=1e-3, rank=16),
     "distill_few": distill.Config(steps=36, lr=2e-4, warmup=3),
     "distill_few_weights": distill.Config(steps=36, lr=2e-4, warmup=3, weights_only=True),
-    "distill_more": distill.Config(steps=80, lr=3e-4, warmup=3),
     "distill_short": distill.Config(steps=3),
     "distill_short_r16": distill.Config(steps=3, rank=16),
 }
