@@ -74,11 +74,12 @@ def decode(record: Record) -> str:
         ]
         for row in record["rows"]
     ]
+    note = f" {record['note']}" if "note" in record else ""
     return (
         f"{record['model']} with random weights on one {record['device']} ({where(record)}): {record['prompt']} tokens "
         f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The "
         f"roofline is the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that "
-        "process.\n\n"
+        f"process.{note}\n\n"
         f"{table(head, body)}"
     )
 
@@ -168,6 +169,31 @@ def mixed(record: Record) -> str:
         "of the survey's text. *hadamard* rotates the inputs of every linear; *channel* is one scale a channel and a "
         "token.\n\n"
         f"{table(['scheme', 'perplexity', 'KL', 'same top-1'], [first, *body])}"
+    )
+
+
+def distillation(record: Record) -> str:
+    """What training with the rounding in place buys on the demo model."""
+    trained = {"rtn": "not", "distill_weights": "with weights rounded", "distill": "with weights and inputs rounded"}
+    nearest = {row["scheme"]: row["kl"] for row in record["rows"] if row["method"] == "rtn"}
+    body = [
+        [
+            row["scheme"],
+            trained[row["method"]],
+            f"{row['perplexity']:.2f}",
+            f"{row['kl']:.3f}",
+            f"{100 * (1 - row['kl'] / nearest[row['scheme']]):.0f} %" if row["method"] != "rtn" else "",
+            f"{100 * row['top1']:.1f} %",
+        ]
+        for row in record["rows"]
+    ]
+    first = ["original", "", f"{record['original']:.2f}", "0", "", "100 %"]
+    at = record["machine"]
+    return (
+        f"SmolLM2-135M on one {at['processor']} (torch {at['torch']}, {at['date']}, commit {at['commit']}), "
+        "weights and inputs rounded when it is measured: the last 4,096 tokens of the survey's text, in float32. It is "
+        f"trained on windows of the same text that stand before them. {record['note']}\n\n"
+        f"{table(['scheme', 'trained', 'perplexity', 'KL', 'KL less', 'same top-1'], [first, *body])}"
     )
 
 
@@ -273,11 +299,13 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
     ("A survey on an H200", "h200/survey.json", survey),
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
+    ("Whole-model decoding on an H200, an earlier run", "h200/decode-llama-8b-ad507c8.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("Producers on an H200", "h200/producers.json", producers),
     ("Whole models with narrow activations on an H200", "h200/prefill.json", prefill),
     ("Eight and four bits, mixed", "cpu-2core/mixed.json", mixed),
+    ("Distillation on an H200", "h200/distill.json", distillation),
     ("What equal bits cost on an H200", "h200/promises.json", promises),
     ("Promises on whole models", "h200/promises-model-cuda.json", promised_models),
     ("Quantizing on two CPU cores", "cpu-2core/quantize.json", quantize),
