@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
+    with torch.device("meta"):
+        torch.empty(0)  # torch looks up what a device context governs once, at first use: before a test replaces it
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

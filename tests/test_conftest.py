@@ -52,6 +52,13 @@ def test_other_packages_get_plain_memory() -> None:
     assert torch.empty(3).storage_offset() == 0
 
 
+def test_a_device_context_governs_what_is_watched() -> None:
+    """It once did not: a model made inside had its norms there, and its weights on the CPU."""
+    with torch.device("meta"):
+        assert torch.nn.Linear(2, 3).weight.is_meta
+        assert from_nybble("torch.empty(3)").is_meta
+
+
 def test_a_compiler_sees_the_plain_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = ModuleType("nybble.probe")
     monkeypatch.setitem(sys.modules, probe.__name__, probe)  # torch 2.11 looks the module up
