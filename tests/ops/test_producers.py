@@ -108,6 +108,27 @@ def hard_rows(device: str, dtype: torch.dtype) -> Tensor:
     return x.to(device)
 
 
+def test_the_smallest_scale_ends_where_float32_is_subnormal() -> None:
+    """MXINT8, whose largest element is below 2: the scale 2^-126 begins with blocks of 1.75 * 2^-127."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU, and do not take tensors of the CPU")
+    check_smallest_scale("cpu")
+
+
+@pytest.mark.gpu(capability=(8, 0))
+def test_the_smallest_scale_on_a_gpu() -> None:
+    check_smallest_scale("cuda")
+
+
+def check_smallest_scale(device: str) -> None:
+    bits = torch.arange(0x300000, 0x900000, 0x10000, dtype=torch.int32, device=device)
+    x = torch.cat([bits - 1, bits]).view(torch.float32)[:, None] * torch.ones(32, device=device)
+    args = (x, table.block("mxint8"), "plain", None, None, 0.0, None, 0)
+    q = KERNEL.run(*args)[0]
+    assert_same(q, QUANTIZE_ROWS.reference(*args)[0], "mxint8")
+    assert torch.equal(q.scale[:, 0] > 0, x[:, 0] >= 1.75 * 2.0**-127)
+
+
 def check_hard_rows(device: str, dtype: torch.dtype) -> None:
     x = hard_rows(device, dtype)
     for name in (*CASE_FORMATS, "mxint8"):

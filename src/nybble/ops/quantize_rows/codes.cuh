@@ -92,7 +92,9 @@ struct Scale {
 // The scale of a block whose largest magnitude has these bits; NaN and infinity lie above INFINITE.
 __device__ __forceinline__ Scale block_scale(u32 largest, float encode, float decode) {
 #if S_MANTISSA == 0
-  const int near = (int)((largest + (1u << 21)) >> 23) - 0x7F - S_TOP;  // one more from 1.75 on
+  // One more from 1.75 on; a subnormal largest, which has its exponent only where S_TOP is 0, from 1.75 * 2^-0x7F.
+  const u32 quarter = S_TOP == 0 && largest < 1u << 23 ? 1u << 20 : 1u << 21;
+  const int near = (int)((largest + quarter) >> 23) - 0x7F - S_TOP;
   const int exponent = min(max(near, -S_BIAS), S_MOST);
   const bool finite = largest < INFINITE;
   const u32 inverse = max((u32)(0x7F - exponent) << 23, 1u << 22);  // 2^-0x7F is subnormal

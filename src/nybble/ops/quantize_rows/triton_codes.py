@@ -129,7 +129,10 @@ def block_scale(
 ):  # fmt: skip
     """(what is stored, e) for blocks whose largest magnitudes have these bits; for power-of-two scales 1 / e."""
     if S_MANTISSA == 0:
-        rounded = (largest + (_ONE << (_MANTISSA - 2))) >> _MANTISSA  # the exponent, one more from 1.75 on
+        quarter = _ONE << (_MANTISSA - 2)
+        if S_TOP == 0:  # then the exponent of a subnormal number matters, whose 1.75 * 2^-127 is half as many steps
+            quarter = tl.where(largest < (_ONE << _MANTISSA), quarter >> 1, quarter)
+        rounded = (largest + quarter) >> _MANTISSA  # the exponent, one more from 1.75 on
         exponent = tl.minimum(tl.maximum(rounded - _BIAS - S_TOP, -S_BIAS), S_MOST)
         finite = largest < _EXPONENT
         inverse = tl.maximum((-exponent + _BIAS) << _MANTISSA, _ONE << (_MANTISSA - 1))  # 2^-127 is subnormal
