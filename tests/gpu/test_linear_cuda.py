@@ -45,7 +45,8 @@ def test_agrees_with_the_reference_on_every_case_it_takes(implementation: Implem
             LINEAR.check(implementation.run(*args), args, f"{implementation.name} on {label}")
             assert torch.equal(args[0], before), "the input is left alone"
             served += 1
-    elsewhere = "cublas" in implementation.name or implementation.note  # for machines that were never at hand
+    # More tokens than a case has, for which there are tests below, or machines that were never at hand.
+    elsewhere = any(way in implementation.name for way in ("cublas", "walk")) or implementation.note
     assert served >= 2 or elsewhere, f"the cases never reach {implementation.name}"
 
 
