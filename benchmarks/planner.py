@@ -125,6 +125,7 @@ def measured(paths: Iterable[Path]) -> list[Timing]:
         for row in rows if isinstance(rows, list) else []:
             kernel = str(row.get("kernel", ""))
             ours = kernel == "cublas" or (kernel.startswith("linear_") and kernel != LINEAR_FALLBACK)
+            ours &= row.get("x", plan.ORIGINAL) == plan.ORIGINAL  # predictions are of bf16 inputs
             name = scheme_of(str(row.get("format")), row.get("activation")) if ours else None
             for scheme, us in ((name, row.get("us")), (plan.ORIGINAL, row.get("cublas_us"))):
                 if scheme and us:

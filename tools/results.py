@@ -88,18 +88,19 @@ def linear(record: Record) -> str:
     """Weight-only linears on a GPU."""
     rows = [row for row in record["rows"] if row["kernel"].startswith("linear_")]
     shapes = sorted({(row["n"], row["k"]) for row in rows}, reverse=True)
-    cells = {(row["format"], row["m"], row["n"], row["k"]): row for row in rows}
+    of = {(row["format"], row.get("x", ""), row["m"], row["n"], row["k"]): row for row in rows}
     body = []
-    for fmt, m in sorted({(row["format"], row["m"]) for row in rows}):
-        found = [cells.get((fmt, m, n, k)) for n, k in shapes]
+    for fmt, x, m in sorted({key[:3] for key in of}):
+        found = [of.get((fmt, x, m, n, k)) for n, k in shapes]
         shown = [f"{c['ratio']:.2f}x ({c['us']:.1f}, {c['tb_per_s']:.2f})" if c else "" for c in found]
-        body.append([fmt, str(m), *shown])
+        body.append([fmt, x or "bf16", str(m), *shown])
     torch = record["versions"]["torch"]
     return (
-        f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
-        f"{torch}, {record['date'][:10]}). In brackets: microseconds, and the stored weight's TB/s, where "
+        f"Times as fast as cuBLAS with the same inputs in the same minutes, on one {record['device']} (torch "
+        f"{torch}, {record['date'][:10]}, commit {record['commit']}). In brackets: microseconds, and the stored "
+        "weight's TB/s, where "
         f"a copy reaches {record['copy_tb_per_s']:.2f}. {record['note']} What was tried and where the time goes is "
-        f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
+        f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'x', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
         "![speed over cuBLAS against M](../benchmarks/results/h200/linear.png)"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nybble.ops.linear.macros import COLUMNS, describe, lane_scale_bytes
-from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, UNTIMED, Problem, lane
+from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
 
 _RESERVED = 1024  # bytes of shared memory that the system takes for every block
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
@@ -79,6 +79,8 @@ class Stream:
         room = (p.machine.shared_bytes + _RESERVED) // self.places - _RESERVED
         if self.needed_bytes(p) > room:
             return f"needs {self.needed_bytes(p)} bytes of shared memory, there are {room}"
+        if self.places > 1 and self.grid(p)[0] <= p.machine.processors:
+            return f"no processor would have a second one of {self.grid(p)[0]} blocks"
         return "slices without columns" if self.slices > p.chunks else None
 
     def score(self, p: Problem) -> float:
@@ -102,5 +104,4 @@ class Stream:
         tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED
         second = 1.2 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
         fill = 1.2e-5 * self.stages * self.threads * self.rt * describe(p.format)["TILE_BYTES"] / 32
-        caution = UNTIMED if self.places > 1 else 1.0
-        return caution * passes * (1.2 + fill + tokens + weights + 0.06 * walked + second)
+        return passes * (1.2 + fill + tokens + weights + 0.06 * walked + second)

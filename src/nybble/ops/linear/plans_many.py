@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nybble.ops.linear.macros import COLUMNS, ROWS, describe, tile_refusal
-from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, UNTIMED, Problem, lane
+from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
 
 MMA_TOKENS = 16
 """Go through mma rather than wgmma."""
@@ -19,7 +19,8 @@ _DENSE_TFLOPS = 5.7  # of cuBLAS in bf16, a processor
 _AGAIN = 10.0  # microseconds between one round of tile.cu's blocks and the next
 _WARM_TFLOPS, _WARM = 5.2, 1000.0  # the same where it runs for longer than so many microseconds, and power binds
 _MOST_BLOCKS = 65535  # along y
-_PAIR = 2  # blocks of a cluster of walk.cu
+_PAIR, _BAND = 2, 8  # blocks of a cluster of walk.cu; tiles of tokens that it goes over together
+_L2 = 50e6  # bytes of the L2 cache, for which a band's tokens can be too many
 OUT_TOKENS = 32
 """What walk.cu stores at once, by 64 rows."""
 _LEAST_CHUNKS = 4  # of a tile are worth a cluster of walk.cu
@@ -159,7 +160,8 @@ class Tile:
             2.6 + tokens * self.warpgroups * self.tiles / 250 + (_AGAIN * (rounds - 1) / resident if p.m > 64 else 0.0)
         )
         meeting = 0.6 + 0.004 * self.cluster * tokens if self.cluster > 1 else 0.0
-        return max(busy, p.memory_time * 1.15) + end + meeting
+        meeting += 0.3 if self.split > 1 and self.tokens > MMA_TOKENS else 0.0
+        return max(busy, p.memory_time * 1.1) + end + meeting
 
 
 @dataclass(frozen=True)
@@ -262,9 +264,11 @@ class Walk:
 
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
-        tiles, clusters = self.tiles(p), self.clusters(p)
-        even = -(-tiles * p.chunks // clusters)
-        most = even if self.shared_tiles(p) else -(-tiles // clusters) * p.chunks
-        pieces = -(-most // p.chunks) + (2 if self.shared_tiles(p) else 0)
+        tiles, clusters, shared = self.tiles(p), self.clusters(p), self.shared_tiles(p)
+        most = -(-tiles * p.chunks // clusters) if shared else -(-tiles // clusters) * p.chunks
         busy = most * (8.2 * self.tokens + 250) / PER_MICROSECOND
-        return UNTIMED * (max(busy, p.memory_time * 1.15) + 4.0 + pieces * 0.004 * self.tokens)
+        busy *= 1.05 if 2 * min(p.m, _BAND * self.tokens) * p.k > _L2 else 1.0
+        busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
+        pieces = -(-p.chunks // most) + 1 if shared else 0  # of a tile that is cut
+        end = -(-most // p.chunks) * 0.004 * self.tokens + pieces * (0.5 + 0.006 * self.tokens)
+        return max(busy, p.memory_time * 1.15) + 4.0 + end

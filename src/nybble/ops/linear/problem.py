@@ -14,8 +14,6 @@ from nybble.ops.linear.macros import COLUMNS, ROWS
 
 PER_MICROSECOND = 1755.0
 """Cycles, under load."""
-UNTIMED = 2.0
-"""What a score is multiplied by until a run of `nybble bench linear --plans 2` has held its plan against the others."""
 DECODE = {0: 88, 1: 102, 2: 150, 3: 230}
 """Instructions for a tile by the kind of element."""
 
