@@ -27,6 +27,7 @@ from nybble.errors import Mismatch
 from nybble.formats import table
 from nybble.ops._declare import Implementation
 from nybble.ops.quantize_rows import QUANTIZE_ROWS, cost, quantize_rows
+from nybble.ops.quantize_rows.gpu import KERNELS
 from nybble.ops.rmsnorm import add_rmsnorm
 from nybble.ops.silu_mul import silu_mul
 from nybble.quantize import QuantTensor
@@ -76,8 +77,7 @@ class Inputs:
 
     def kernels(self) -> list[Implementation]:
         """The kernels that take it."""
-        found = QUANTIZE_ROWS.implementations("cuda")[:-1]
-        return [kernel for kernel in found if kernel.supports(*self.arguments(0)) is None]
+        return [kernel for kernel in KERNELS if kernel.supports(*self.arguments(0)) is None]
 
     def separate(self, i: int) -> tuple[QuantTensor, Tensor | None]:
         """The op of the prologue, then the plain producer."""

@@ -30,7 +30,7 @@ from nybble.ops.rmsnorm import ADD_RMSNORM
 from nybble.ops.silu_mul import SILU_MUL
 from nybble.quantize import QuantTensor
 
-KERNEL, _, FALLBACK = QUANTIZE_ROWS.implementations("cuda")  # the CUDA kernel's tests: test_producers_cuda.py
+_, KERNEL, FALLBACK = QUANTIZE_ROWS.implementations("cuda")  # the CUDA kernel's tests: test_producers_cuda.py
 AMAX = torch.tensor(3.0)
 
 

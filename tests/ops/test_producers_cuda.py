@@ -7,7 +7,9 @@ exponential is the GPU's own.
 from __future__ import annotations
 
 import importlib
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from nybble.ops.silu_mul import SILU_MUL
 from nybble.quantize import QuantTensor
 
 cuda: Any = importlib.import_module("nybble.ops.quantize_rows.cuda")
+gpu: Any = importlib.import_module("nybble.ops.quantize_rows.gpu")
+ROOT = Path(__file__).parents[2]
 HALVES = (torch.bfloat16, torch.float16)
 FORMATS = (*CASE_FORMATS, "int4_g32", "mxint8", "mxfp8_e5m2", "ue5m3fp4")
 Args = tuple[Any, ...]
@@ -141,6 +145,21 @@ def test_refusals_say_what_was_seen() -> None:
     assert "residual with strides (1, 4)" in cuda.unfit(x, fmt, "rmsnorm", x.view(64, 4).t(), x[0], None)
     assert "tensor_amax" in cuda.unfit(x, table.block("nvfp4"), "plain", None, None, None)
     assert "nf4" in cuda.unfit(x, table.block("nf4_g64"), "plain", None, None, None)
+
+
+def test_the_first_choice_is_what_was_faster() -> None:
+    record = json.loads((ROOT / "benchmarks/results/h200/producers.json").read_text())
+    times: dict[Args, dict[str, float]] = {}
+    for row in record["rows"]:
+        case = (row["format"], row["prologue"], row["m"], row["k"], row["rotation"])
+        times.setdefault(case, {})[row["kernel"]] = row["us"]
+    assert {case[0] for case in times} == set(gpu.TIMED)
+    for (name, prologue, *_), us in times.items():
+        residual = torch.zeros(1) if prologue == "add_rmsnorm" else None
+        reason = gpu.slower(table.block(name), prologue.removeprefix("add_"), residual)
+        chosen = us[gpu.KERNELS[reason is None].name]
+        assert chosen <= 1.03 * min(us.values()), f"{name} after {prologue}: {us}"
+    assert "int4_token was not timed" in str(gpu.slower(table.block("int4_token"), "plain", None))
 
 
 @pytest.mark.skipif(_nvrtc.available() is not None, reason=str(_nvrtc.available()))
