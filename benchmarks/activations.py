@@ -12,7 +12,6 @@ declared order of the rescale; the others by the op's agreement with the float64
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import record
 from nybble.bench import machine, timed
 from nybble.errors import Mismatch
 from nybble.formats import table
@@ -199,16 +199,18 @@ def main() -> None:
     """Measure, print, write JSON after every row: an interrupted run keeps what it has."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="recorded with the result")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     options = parser.parse_args()
     h200 = machines.get("h200")
     model = {str(g): granularity.exposed(h200, g) for g in granularity.GROUPS}
-    result: dict[str, Any] = {"what": "linears with narrow activations", **machine(), "commit": options.commit,
-                              "exposed_by_the_model": model, "rows": []}  # fmt: skip
+    result: dict[str, Any] = {
+        "what": "linears with narrow activations", **machine(), "commit": options.commit or record.head(),
+        "exposed_by_the_model": model, "rows": [],
+    }  # fmt: skip
     for row in rows():
         result["rows"].append(row)
         if options.out:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
-import platform
 import statistics
-import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import nybble
+import record
 from nybble.errors import Mismatch
 from nybble.judge.gate import admit
 from nybble.judge.op_problem import PREFIX, OpProblem
@@ -177,7 +175,7 @@ def main() -> None:
     parser.add_argument("--schemes", default="bf16,W4A16,NVFP4A16,W4A16+head")
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     asked, done = options.schemes.split(","), []
     judged(asked)
@@ -196,21 +194,12 @@ def main() -> None:
 
 def write(options: argparse.Namespace, bandwidth: float, done: list[dict[str, Any]]) -> None:
     """The rows with what they were measured on."""
-    record = {
+    result = {
         "what": "whole-model decode", "model": options.model, "shape": SHAPES[options.model],
-        "prompt": PROMPT, "new": NEW,
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+        "prompt": PROMPT, "new": NEW, **record.origin("cuda", options.commit), "device": torch.cuda.get_device_name(),
         "copy_bytes_per_second": bandwidth, "rows": done,
     }  # fmt: skip
-    with open(options.out, "w") as file:
-        json.dump(record, file, indent=1)
-
-
-def commit() -> str:
-    """The commit of the working tree, or "unknown"."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    record.write(options.out, result)
 
 
 if __name__ == "__main__":

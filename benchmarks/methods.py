@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, multiprocessing, nn
 
+import record
 from nybble.errors import NybbleError
 from nybble.methods import Settings, distill, quantize_
 from nybble.models import load, load_tokenizer
@@ -191,7 +192,8 @@ def machine(asked: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.device(asked.device).type == "cuda"
     return {
         "processor": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(), "torch": torch.__version__, "commit": asked.commit, "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(), "torch": torch.__version__, "commit": asked.commit or record.head(),
+        "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 
@@ -239,7 +241,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="after which a process takes no further run")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--commit", help="of this tree, for the record")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu-2core" / "methods.json")
     return parser.parse_args()
 
@@ -264,12 +266,11 @@ def main() -> None:
         result["rows"] = json.loads(asked.out.read_text())["rows"]
     done = {(r["scheme"], r["method"], r["seed"], r.get("alone", False)) for r in result["rows"]}
     tasks = [task for task in wanted(asked) if tuple(vars(task).values()) not in done]
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
     for row in measured(asked, tasks):
         print(json.dumps(row) if isinstance(row, dict) else row, flush=True)
         if isinstance(row, dict):
             result = {**row, **result} if "original" in row else {**result, "rows": [*result["rows"], row]}
-            asked.out.write_text(json.dumps(result, indent=1) + "\n")
+            record.write(asked.out, result)
     print("\n".join(table(result)))
 
 
