@@ -100,6 +100,7 @@ PRODUCERS = [
     producer("int4_g128", 0, 0, (512, 0, 0)),
     producer("nvfp4", 1, 16, (1024, 128, 0)),
     producer("mxfp4", 2, 0, (512, 0, 0)),
+    producer("mxint8", 0, 0, (512, 0, 0)),
 ]  # one instance a way to scale and to code
 
 # A process of its own, since here the kernels are interpreted functions.
