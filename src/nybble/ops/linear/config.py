@@ -88,10 +88,10 @@ def candidates(p: Problem) -> Iterator[Plan]:
         if plan.registers_fit and not crowded and (tiles == 1 or n == MMA_TOKENS):
             yield plan
     if p.m > STREAM_TOKENS:
-        for plan in (Walk(256, 5, 3, True), Walk(256, 5, 3, False), Walk(128, 8, 3, True), Walk(128, 8, 3, False)):
+        for walk in (Walk(256, 5, 3, True), Walk(256, 5, 3, False), Walk(128, 8, 3, True), Walk(128, 8, 3, False)):
             # Fewer tiles than clusters would leave some of these idle.
-            if plan.tokens < 2 * p.m and (plan.even or plan.tiles(p) >= p.machine.processors // 2):
-                yield plan
+            if walk.tokens < 2 * p.m and (walk.even or walk.tiles(p) >= p.machine.processors // 2):
+                yield walk
     yield Widen()
 
 
