@@ -57,9 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if interpreter_loops():
         return
     reason = "Triton 3.6's interpreter takes no computed bound of a loop with NumPy 2.4 or newer"
-    loops = ("decode_attention_triton]", "triton_kernels.LinearRelu]", "triton_kernels.RowSums]")
+    loops = ("decode_attention_triton]", "triton_kernels.LinearRelu]", "triton_kernels.RowSums]",
+             "test_the_tile_kernel_in_the_interpreter[")  # fmt: skip
     for item in items:
-        if item.nodeid.endswith(loops) and "gpu" not in item.keywords:
+        if any(loop in item.nodeid for loop in loops) and "gpu" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
