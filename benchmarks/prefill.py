@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import record
 from nybble.bench import machine
 from nybble.models.llama import Runner
 from nybble.ops import QuantLinear
@@ -217,13 +218,13 @@ def main() -> None:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="recorded with the result")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--only", choices=("llama-8b", "dit"))
     parser.add_argument("--tiny", action="store_true", help="small sizes, without times where there is no GPU")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    result: dict[str, Any] = {"what": "whole models with narrow activations", "commit": options.commit, "rows": []}
-    result |= machine() if device == "cuda" else {}
+    result: dict[str, Any] = {"what": "whole models with narrow activations", "rows": []}
+    result |= (machine() if device == "cuda" else {}) | {"commit": options.commit or record.head()}
     with torch.no_grad():
         models = {"llama-8b": llama, "dit": diffusion}
         wanted = [model for name, model in models.items() if options.only in (None, name)]
@@ -232,7 +233,7 @@ def main() -> None:
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
             if options.out:
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                record.write(options.out, result)
 
 
 if __name__ == "__main__":

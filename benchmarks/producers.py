@@ -144,7 +144,7 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--only", default="", help="numbers of cases, separated by commas")
     parser.add_argument("--warm", help="I/N: only compile the I-th of N shares")
     options = parser.parse_args()
@@ -152,7 +152,10 @@ def main() -> None:
         warm(*map(int, options.warm.split("/")))
         return
     bandwidth = copy_bandwidth()
-    result = {"what": "producers", **machine(), "commit": options.commit, "copy_tb_per_s": bandwidth, "rows": []}
+    result = {
+        "what": "producers", **machine(), "commit": options.commit or record.head(), "copy_tb_per_s": bandwidth,
+        "rows": [],
+    }  # fmt: skip
     print(f"{result['device']}: a copy moves {bandwidth:.2f} TB/s")
     only = {int(number) for number in options.only.split(",") if number}
     chosen = (case for number, case in enumerate(cases()) if not only or number in only)

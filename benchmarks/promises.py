@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import record
 from known_ways import fixed_matmul, layercast
-from nybble.bench import _calls, _copies, _write, copy_bandwidth, machine, timed
+from nybble.bench import _calls, _copies, copy_bandwidth, machine, timed
 from nybble.errors import Mismatch
 from nybble.ops import _nvrtc
 from nybble.ops.linear_exact import cuda as exact_cuda
@@ -112,12 +113,12 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
     parser.add_argument("--m", default=",".join(map(str, (*FEW, MANY))), help="tokens (default: %(default)s)")
     asked = parser.parse_args()
     result = {
         **machine(),
-        "commit": asked.commit,
+        "commit": asked.commit or record.head(),
         "copy_tb_per_s": copy_bandwidth(),
         "fma_tflop_per_s": fma_peak(),
         "rows": [],
@@ -130,7 +131,7 @@ def main() -> None:
                 print(_line(row), flush=True)
     result["fma_tflop_per_s_after"] = fma_peak()
     if asked.out:
-        _write(asked.out, result)
+        record.write(asked.out, result)
 
 
 if __name__ == "__main__":

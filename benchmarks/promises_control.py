@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import nybble
+import record
 from nybble.models import fingerprint
 from nybble.models.verify import verify_promise
 from nybble.ops.linear_invariant import linear_invariant
@@ -79,14 +80,15 @@ def main() -> None:
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     options = parser.parse_args()
     device = options.device
-    record: dict[str, Any] = {
+    result: dict[str, Any] = {
         "what": "stock torch under the tests of promises", "machine": fingerprint.machine(torch.device(device)),
-        "date": datetime.date.today().isoformat(), "commit": options.commit, "rows": ROWS, "linear": [], "models": {},
+        "date": datetime.date.today().isoformat(), "commit": options.commit or record.head(),
+        "rows": ROWS, "linear": [], "models": {},
     }  # fmt: skip
     for n, k in SHAPES if device == "cuda" else SHAPES[:3]:  # our twin on the CPU is no fast one
         for dtype in DTYPES[device]:
             row = linear_differs(n, k, dtype, device)
-            record["linear"].append(row)
+            result["linear"].append(row)
             print({key: len(value) if isinstance(value, list) else value for key, value in row.items()}, flush=True)
     models = {} if options.model is None else {"SmolLM2-135M": nybble.load(options.model, device, torch.bfloat16)}
     if device == "cuda":
@@ -94,10 +96,9 @@ def main() -> None:
     for name, model in models.items():
         vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         prompt = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(1))
-        record["models"][name] = model_differs(model, prompt)
-        print(name, json.dumps(record["models"][name], indent=1), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"promises-control-{device}.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        result["models"][name] = model_differs(model, prompt)
+        print(name, json.dumps(result["models"][name], indent=1), flush=True)
+    record.write(options.out / f"promises-control-{device}.json", result)
 
 
 if __name__ == "__main__":

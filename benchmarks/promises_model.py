@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 
 import nybble
+import record
 from nybble.models import fingerprint
 from nybble.models.promised import PromisedRunner
 from nybble.models.verify import verify_promise
@@ -121,23 +121,23 @@ def decoded(model: nn.Module, prompts: torch.Tensor, tokens: int) -> tuple[torch
 def kept(model: nn.Module, options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Whether the promises hold here."""
     device = options.device
-    record: dict[str, Any] = {"ops": "not run", "tokens_in_batches": options.tokens}
+    result: dict[str, Any] = {"ops": "not run", "tokens_in_batches": options.tokens}
     process = None if device == "cpu" or options.skip_ops else start_ops()
-    record["fingerprints"] = "not run" if options.skip_fingerprints else fingerprints(model, device, out)
+    result["fingerprints"] = "not run" if options.skip_fingerprints else fingerprints(model, device, out)
     prompt = torch.tensor(fingerprint.read(file_of("bf16"))["prompt"])
     for scheme in SCHEMES:
         here = scheme_of(model, scheme, device)
         verdict = verify_promise(here, "batch-invariant", prompt, BATCHES)
         print(f"{scheme}: {verdict}", flush=True)
-        record[f"batch-invariant {scheme}"] = str(verdict)
-        record[f"batches {scheme}"] = batches(here, prompt, options.tokens)
+        result[f"batch-invariant {scheme}"] = str(verdict)
+        result[f"batches {scheme}"] = batches(here, prompt, options.tokens)
         if scheme == "bf16":
             stock = verify_promise(here, "none", prompt, BATCHES)
-            record["stock"] = str(stock)
+            result["stock"] = str(stock)
             print(f"stock torch: {'no difference found' if stock.holds else 'differs'}\n{stock}")
     if process is not None:
-        record["ops"] = end_ops(process)
-    return record
+        result["ops"] = end_ops(process)
+    return result
 
 
 def rivals(model: nn.Module, capacity: int) -> dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any]]:
@@ -214,22 +214,23 @@ def main() -> None:
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
+    result: dict[str, Any] = {
         "what": "promises on whole models", "machine": fingerprint.machine(torch.device(options.device)),
-        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(), "commit": options.commit,
+        "nybble": nybble.__version__, "date": datetime.date.today().isoformat(),
+        "commit": options.commit or record.head(),
     }  # fmt: skip
     start = time.perf_counter()
     if options.model:
         model = nybble.load(options.model, "cpu", torch.bfloat16)
         if options.make:
             return make_all(model, options.model)
-        record |= kept(model, options, options.out)
+        result |= kept(model, options, options.out)
         print(f"kept: {time.perf_counter() - start:.0f} s", flush=True)
     for shape in options.shapes.split(",") if options.speed else ():
-        record.setdefault("decode", {})[shape] = speed(shape)
+        result.setdefault("decode", {})[shape] = speed(shape)
         torch.cuda.empty_cache()
         print(f"{shape}: {time.perf_counter() - start:.0f} s", flush=True)
-    (options.out / f"promises-model-{options.device}.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    record.write(options.out / f"promises-model-{options.device}.json", result)
     return None
 
 
