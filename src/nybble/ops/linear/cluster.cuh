@@ -3,6 +3,8 @@
 #pragma once
 
 #define CLUSTER 2
+#define OUT_TOKENS 32  // stored at once by a warpgroup
+#define OUT_BYTES (OUT_TOKENS * 128)
 
 // A stage of a ring of `Stages` and how often it has been round.
 template <int Stages> struct Ring {

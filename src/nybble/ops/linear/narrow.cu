@@ -28,8 +28,6 @@ typedef unsigned long long u64;
 #define X_BYTES (TOKENS * CHUNK)
 #define GROUPS (X_GROUPED && FOLD < 4 ? 4 / FOLD : 1)  // of x's scales in a chunk
 #define SCALE_BYTES (X_GROUPED ? GROUPS * TOKENS * 4 : 0)
-#define OUT_TOKENS 32  // stored at once by a warpgroup
-#define OUT_BYTES (OUT_TOKENS * 128)
 #define SUMS_OF_THREAD (TOKENS / 2)
 #define BURST (FOLD ? FOLD : NIBBLES ? 2 : 4)  // steps that wgmma is given at once
 #define WARPS 8

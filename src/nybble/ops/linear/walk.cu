@@ -25,8 +25,6 @@
 #define ROWS 128
 #define X_BYTES (TOKENS * 128)  // 64 columns, a row of 128 bytes a token
 #define W_BYTES (2 * GROUP_BYTES)
-#define OUT_TOKENS 32  // stored at once by a warpgroup
-#define OUT_BYTES (OUT_TOKENS * 128)
 #define SUMS_OF_THREAD (TOKENS / 2)  // of a thread
 #define WARPS 8
 #define THREADS (32 * WARPS + 128)

@@ -92,7 +92,7 @@ def _produce(
     if torch.compiler.is_compiling():
         parts = torch.ops.nybble.quantize_rows(x, fmt.name, *rest)
         codes, scale, tensor = parts[0], parts[1], parts[2] if fmt.tensor_scale else None
-        shape = (*x.shape[:-1], _width(x, prologue))
+        shape = (*x.shape[:-1], width_of(x, prologue))
         q = _traced(format=fmt, shape=shape, codes=codes, scale=scale, tensor_scale=tensor, dtype=x.dtype)
         return q, parts[-1] if residual is not None else x
     return choose(QUANTIZE_ROWS, x.device.type, x, fmt, *rest).run(x, fmt, *rest)
@@ -107,7 +107,8 @@ def _traced(**fields: Any) -> QuantTensor:
     return q
 
 
-def _width(x: Tensor, prologue: str) -> int:
+def width_of(x: Tensor, prologue: str) -> int:
+    """K: a gate's input holds both of its halves."""
     return x.shape[-1] // 2 if prologue == "silu_mul" else x.shape[-1]
 
 
@@ -127,8 +128,8 @@ def check(
         raise BadInput(f"rmsnorm: gain is {gain.dtype} {tuple(gain.shape)}, expected {x.dtype} [{x.shape[-1]}]")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise BadInput(f"rmsnorm: residual is {residual.dtype} {tuple(residual.shape)}, x {x.dtype} {tuple(x.shape)}")
-    if hadamard not in ROTATIONS or (hadamard and _width(x, prologue) % hadamard):
-        raise BadInput(f"hadamard = {hadamard}: give one of {ROTATIONS} that divides K = {_width(x, prologue)}")
+    if hadamard not in ROTATIONS or (hadamard and width_of(x, prologue) % hadamard):
+        raise BadInput(f"hadamard = {hadamard}: give one of {ROTATIONS} that divides K = {width_of(x, prologue)}")
 
 
 @torch.library.custom_op("nybble::quantize_rows", mutates_args=())
@@ -144,10 +145,21 @@ def _quantize_rows_op(
 @_quantize_rows_op.register_fake
 def _(x: Tensor, format: str, prologue: str, residual: Any, gain: Any, eps: float, tensor_amax: Any,
       hadamard: int) -> list[Tensor]:  # fmt: skip
-    fmt, width = table.block(format), _width(x, prologue)
+    fmt, width = table.block(format), width_of(x, prologue)
     codes, scale = empty_parts(x, fmt, width)
     tensor = [x.new_empty((), dtype=torch.float32)] if fmt.tensor_scale else []
     return [codes, scale, *tensor, *([x.new_empty(x.shape)] if residual is not None else [])]
+
+
+def empty_results(
+    x: Tensor, fmt: BlockFormat, prologue: str, residual: Tensor | None
+) -> tuple[int, Tensor, Tensor, Tensor | None, Tensor]:
+    """What a kernel fills: K, and memory for the codes, the scales, the tensor scale and h (x without a residual)."""
+    width = width_of(x, prologue)
+    codes, scale = empty_parts(x, fmt, width)
+    tensor = x.new_empty((), dtype=torch.float32) if fmt.tensor_scale else None
+    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return width, codes, scale, tensor, h
 
 
 def empty_parts(x: Tensor, fmt: BlockFormat, width: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +207,7 @@ def _rows(m: int, k: int, generator: torch.Generator) -> Tensor:
 
 def cost(x: Tensor, fmt: BlockFormat, prologue: str = "plain", *rest: Any) -> Cost:
     """No products; x (and a residual, twice) moves once, codes and scales are written."""
-    width = _width(x, prologue)
+    width = width_of(x, prologue)
     rows = x.numel() // max(x.shape[-1], 1)
     moved = x.numel() * x.element_size() * (3 if rest and rest[0] is not None else 1)
     return Cost(0.0, moved + rows * width * fmt.bits_per_value(rows, width) / 8, "none")

@@ -20,7 +20,7 @@ from torch import Tensor
 from nybble.formats.spec import BlockFormat
 from nybble.ops import _nvrtc
 from nybble.ops._declare import Implementation
-from nybble.ops.quantize_rows import empty_parts
+from nybble.ops.quantize_rows import empty_results, width_of
 from nybble.ops.quantize_rows.triton_codes import facts, refusal
 from nybble.quantize import QuantTensor, scales
 from nybble.quantize.layouts import DENSE
@@ -103,7 +103,7 @@ def unfit(
     x: Tensor, fmt: BlockFormat, prologue: str, residual: Tensor | None, gain: Tensor | None, tensor_amax: Tensor | None
 ) -> str | None:
     """Why rows.cu cannot take the call on any machine, or None."""
-    width = x.shape[-1] // 2 if prologue == "silu_mul" else x.shape[-1]
+    width = width_of(x, prologue)
     if x.dtype not in _DTYPES:
         return f"reads bfloat16 and float16, not {x.dtype}"
     if not x.numel() or width % COLUMNS or width > _MOST_THREADS * _MOST_SETS * COLUMNS:
@@ -111,9 +111,7 @@ def unfit(
     for name, part in (("x", x), ("residual", residual), ("gain", gain)):
         if part is not None and not _aligned(part):
             return f"reads {_ALIGNMENT} bytes at once; {name} with strides {part.stride()} does not lie so"
-    if fmt.tensor_scale and tensor_amax is None:
-        return "the tensor scale would have to wait for the whole tensor; give tensor_amax"
-    return refusal(fmt)
+    return refusal(fmt, tensor_amax)
 
 
 def _aligned(part: Tensor) -> bool:
@@ -130,10 +128,7 @@ def run(
     tensor_amax: Tensor | None, hadamard: int,
 ) -> tuple[QuantTensor, Tensor]:  # fmt: skip
     """The op on a GPU; arguments that `unfit` lets pass."""
-    width = x.shape[-1] // 2 if prologue == "silu_mul" else x.shape[-1]
-    codes, scale = empty_parts(x, fmt, width)
-    tensor = x.new_empty((), dtype=torch.float32) if fmt.tensor_scale else None
-    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    width, codes, scale, tensor, h = empty_results(x, fmt, prologue, residual)
     flat, added = (part.reshape(-1, part.shape[-1]) for part in (x, x if residual is None else residual))
     native = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9)
     given, threads, chunks = defines(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nybble.formats.spec import BlockFormat
 from nybble.ops._declare import Implementation
-from nybble.ops.quantize_rows import empty_parts
+from nybble.ops.quantize_rows import empty_results, width_of
 from nybble.ops.quantize_rows.triton_codes import (
     block_scale,
     divide,
@@ -253,12 +253,10 @@ def _supports(
     x: Tensor, fmt: BlockFormat, prologue: str, residual: Tensor | None, gain: Tensor | None, eps: float,
     tensor_amax: Tensor | None, hadamard: int,
 ) -> str | None:  # fmt: skip
-    width = x.shape[-1] // 2 if prologue == "silu_mul" else x.shape[-1]
+    width = width_of(x, prologue)
     if width > _MOST_COLUMNS:
         return f"K = {width} is above {_MOST_COLUMNS}, one block's row"
-    if fmt.tensor_scale and tensor_amax is None:
-        return "the tensor scale would have to wait for the whole tensor; give tensor_amax"
-    return refusal(fmt)
+    return refusal(fmt, tensor_amax)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -276,10 +274,7 @@ def _triton(
     x: Tensor, fmt: BlockFormat, prologue: str, residual: Tensor | None, gain: Tensor | None, eps: float,
     tensor_amax: Tensor | None, hadamard: int,
 ) -> tuple[QuantTensor, Tensor]:  # fmt: skip
-    width = x.shape[-1] // 2 if prologue == "silu_mul" else x.shape[-1]
-    codes, scale = empty_parts(x, fmt, width)
-    tensor = x.new_empty((), dtype=torch.float32) if fmt.tensor_scale else None
-    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    width, codes, scale, tensor, h = empty_results(x, fmt, prologue, residual)
     if codes.numel():
         flat, added = _matrix(x), _matrix(x if residual is None else residual)
         cut, chunks, warps = _launch(fmt, width, fmt.block[1] is None or prologue == "rmsnorm", hadamard)

@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nybble.errors import Unsupported
 from nybble.formats import exact
@@ -31,8 +32,10 @@ _UP, _DOWN = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)
 _TO_WHOLE = tl.constexpr(1.5 * 2.0**FP32.mantissa_bits)  # added to |x| < 2^22, the float32 adder rounds x to a whole
 
 
-def refusal(fmt: BlockFormat) -> str | None:
-    """Why the kernel cannot write this format, or None."""
+def refusal(fmt: BlockFormat, tensor_amax: Tensor | None) -> str | None:
+    """Why no kernel can write this format, or None."""
+    if fmt.tensor_scale and tensor_amax is None:
+        return "the tensor scale would have to wait for the whole tensor; give tensor_amax"
     element, columns = fmt.element, fmt.block[1]
     if fmt.zero_point or not isinstance(element, FloatFormat | IntFormat):
         return f"writes symmetric integers and floats; {fmt.name} is neither"
