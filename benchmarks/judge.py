@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import naive as naive_grader  # noqa: E402
 import record  # noqa: E402
 from collection import PROBLEMS, Exhibit, exhibits  # noqa: E402
+from nybble.files import write_whole  # noqa: E402
 from nybble.judge import Zygote, judge  # noqa: E402
 from nybble.judge.checks import Check, all_checks  # noqa: E402
 
@@ -48,9 +49,7 @@ class Store:
         """The kept value, or a new one."""
         if key not in self.rows:
             self.rows[key] = measure()
-            part = RESULT.with_suffix(".part")
-            part.write_text(json.dumps(self.rows, indent=0, sort_keys=True) + "\n")
-            part.replace(RESULT)
+            write_whole(RESULT, json.dumps(self.rows, indent=0, sort_keys=True) + "\n")
         return self.rows[key]
 
 

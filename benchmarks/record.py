@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 
 import nybble
 from nybble import machine
+from nybble.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +47,4 @@ def head() -> str:
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result; a run that is stopped leaves the last whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(result, indent=1) + "\n", parents=True)

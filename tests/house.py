@@ -27,6 +27,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 400, 40, 150
 # ops package and its underscored modules, without any op's implementations. `errors` is open to everyone.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "machine": set(),
     "formats": set(),
     "costs": {"formats"},
@@ -34,11 +35,13 @@ ARROWS: dict[str, set[str]] = {
     "ops": {"formats", "quantize", "machine", "costs"},
     "methods": {"formats", "quantize", "ops"},
     "checkpoints": {"formats", "quantize", "methods"},
-    "models": {"formats", "quantize", "ops", "methods", "checkpoints", "machine"},
+    "models": {"files", "formats", "quantize", "ops", "methods", "checkpoints", "machine"},
     "judge": {"ops:declarations"},
-    "planner": {"formats", "quantize", "ops:declarations", "machine", "costs"},
-    "bench": {"formats", "quantize", "ops", "machine", "judge"},
-    "survey": {"formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine"},
+    "planner": {"files", "formats", "quantize", "ops:declarations", "machine", "costs"},
+    "bench": {"files", "formats", "quantize", "ops", "machine", "judge"},
+    "survey": {
+        "files", "formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine",
+    },  # fmt: skip
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}
 ARROWS["__init__"] = set(ARROWS)
@@ -47,6 +50,7 @@ ARROWS["__main__"] = {"cli"}
 # Which outside packages a part may import; the standard library is open to everyone.
 OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "formats": {"numpy"},
     "costs": set(),
     "machine": {"torch"},

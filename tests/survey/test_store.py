@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nybble.errors import BadInput
+from nybble.files import write_whole
 from nybble.survey import Original, Row, store
 from nybble.survey.rows import Identity
 from nybble.survey.store import Store
@@ -91,14 +92,14 @@ def test_a_damaged_row_is_named(tmp_path: Path, damage: str) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
-    store.write(path, "old")
+    write_whole(path, "old")
 
     def fail(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(BadInput, match="No space left"):
-        store.write(path, "new")
+        write_whole(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 

@@ -15,7 +15,6 @@ import argparse
 import datetime
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from nybble.bench import rivals
 from nybble.errors import BadInput, Mismatch
+from nybble.files import write_whole
 from nybble.formats import table
 from nybble.judge.gate import admit
 from nybble.ops._choose import choose
@@ -346,7 +346,8 @@ def main(arguments: list[str]) -> int:
             result["rows" if row.chosen else "other plans"].append(vars(row))
             _tell(row)
         if options.out is not None:
-            _write(options.out, result)  # every time, so that an interrupted run keeps what it has
+            # Every time, so that an interrupted run keeps what it has.
+            write_whole(options.out, json.dumps(result, indent=1) + "\n", parents=True)
     for what, reason in given_up.items():
         _say(f"did not run: {what}: {reason}")
     if options.out is not None:
@@ -380,10 +381,3 @@ def _tell(row: Row) -> None:
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nybble.cli.console import Plain
 from nybble.errors import BadInput
+from nybble.files import write_whole
 from nybble.machine import find_device
 
 NOT_CORRECT = 3
@@ -29,9 +30,9 @@ def judge(options: argparse.Namespace) -> int:
     )  # fmt: skip
     Plain().print(verdict.text(), soft_wrap=True)
     if options.json:
-        _write(options.json, json.dumps(verdict.as_dict(), indent=2) + "\n")
+        write_whole(options.json, json.dumps(verdict.as_dict(), indent=2) + "\n")
     if options.html:
-        _write(options.html, page(verdict))
+        write_whole(options.html, page(verdict))
     return 0 if verdict.correct else NOT_CORRECT
 
 
@@ -42,12 +43,3 @@ def _can_be_written(path: Path) -> None:
         raise BadInput(f"{path}: there is no folder {folder}")
     if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise BadInput(f"{path}: {'is a folder, name a file' if path.is_dir() else 'cannot be written'}")
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping
 from importlib import import_module
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, DamagedFile
+from nybble.files import write_whole
 from nybble.models.promised import PromisedRunner, rope_settings
 from nybble.ops import QuantLinear
 from nybble.ops._declare import Promise
@@ -130,16 +130,9 @@ def difference(recorded: Mapping[str, Any], seen: Mapping[str, Any]) -> str:
 
 def write(path: str | Path, content: Mapping[str, Any]) -> None:
     """All of the file or none of it; an op a line."""
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
     ops = ",\n  ".join(json.dumps(op) for op in content["ops"])
     lines = [f'"{key}": {json.dumps(value)}' for key, value in content.items() if key != "ops"]
-    try:
-        part.write_text("{\n " + ",\n ".join([*lines, f'"ops": [\n  {ops}\n ]']) + "\n}\n", encoding="utf-8")
-        os.replace(part, target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise BadInput(f"{path}: cannot be written: {error}") from error
+    write_whole(Path(path), "{\n " + ",\n ".join([*lines, f'"ops": [\n  {ops}\n ]']) + "\n}\n")
 
 
 def read(path: str | Path) -> dict[str, Any]:

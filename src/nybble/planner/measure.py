@@ -12,7 +12,6 @@ import datetime
 import itertools
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nybble.errors import BadInput
+from nybble.files import write_whole
 from nybble.planner.lines import Lines, Timing, to_json
 
 CEILINGS, LINES = 22.0, 30.0
@@ -107,19 +106,7 @@ def save(path: Path, key: str, found: dict[str, float], lines: Lines | None = No
     """Write ceilings and lines with today's date, so that the file is there as a whole or not at all."""
     record = {"key": key, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "ceilings": found,
               "lines": to_json(lines or {})}  # fmt: skip
-    scratch = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            scratch = file.name
-            json.dump(record, file, indent=1)
-        os.replace(scratch, path)
-        scratch = None
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
+    write_whole(path, json.dumps(record, indent=1), parents=True)
     return record
 
 

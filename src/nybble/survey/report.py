@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from nybble.files import write_whole
 from nybble.survey import plot, store
 from nybble.survey.live import cells, original_cells
 from nybble.survey.recommend import DEFAULT_MAX_KL
@@ -28,7 +29,7 @@ _NOISE = (
 def write_all(result: Result, directory: Path, max_kl: float | None = None) -> None:
     """Write both files into the folder, each in one step."""
     store.write_json(directory / store.RESULT, as_json(result, max_kl))
-    store.write(directory / store.PAGE, page(result, max_kl))
+    write_whole(directory / store.PAGE, page(result, max_kl))
 
 
 def as_json(result: Result, max_kl: float | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nybble.errors import BadInput
+from nybble.files import write_whole
 from nybble.survey.rows import Identity, Original, Row
 
 ROWS, RESULT, PAGE = "survey-rows", "survey.json", "survey.html"
@@ -24,25 +25,9 @@ _Kept = TypeVar("_Kept", Original, Row)
 _IDENTITY, _ORIGINAL = "survey.json", "original.json"
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file so that it is there as a whole or not at all.
-
-    Raises:
-        BadInput: it cannot be written.
-    """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON; numbers that JSON does not have (NaN, infinities) become null."""
-    write(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
