@@ -40,7 +40,16 @@ ARROWS: dict[str, set[str]] = {
     "planner": {"files", "formats", "quantize", "ops:declarations", "machine", "costs"},
     "bench": {"files", "formats", "quantize", "ops", "machine", "judge"},
     "survey": {
-        "files", "formats", "quantize", "ops", "methods", "checkpoints", "models", "judge", "planner", "machine",
+        "files",
+        "formats",
+        "quantize",
+        "ops",
+        "methods",
+        "checkpoints",
+        "models",
+        "judge",
+        "planner",
+        "machine",
     },  # fmt: skip
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}
