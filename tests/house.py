@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "judge",
         "planner",
         "machine",
-    },  # fmt: skip
+    },
 }
 ARROWS["cli"] = {*ARROWS, "__init__"}
 ARROWS["__init__"] = set(ARROWS)
