@@ -79,7 +79,7 @@ class Decoder:
         for index, (layer, (before, after)) in enumerate(zip(self.layers, self.norms, strict=True)):
             x, residual = add_rmsnorm(x, residual, before, self.eps)
             qkv, k, v = self._project(layer.qkv, x), self.k[index], self.v[index]
-            q = rope_cache_(qkv, self.cos, self.sin, k, v, self.position)
+            q = rope_cache_(qkv[:, None], self.cos, self.sin, k, v, self.position)[:, 0]
             x = self._project(layer.o, decode_attention(q, k, v, self.position).view(1, -1))
             x, residual = add_rmsnorm(x, residual, after, self.eps)
             x = self._project(layer.down, silu_mul(self._project(layer.gate_up, x)))

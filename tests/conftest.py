@@ -20,12 +20,14 @@ import torch
 import house
 from memory import Fences, poison
 
+if not torch.cuda.is_available():
+    # Kernels are then plain Python. Here, since a conftest further down may import triton before pytest_configure runs.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """No test asks a hub; child processes find the package; workers that share the cores take one thread each."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels are then plain Python
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(house.SRC.parent), os.environ.get("PYTHONPATH")]))
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -85,9 +85,9 @@ def test_definitions_are_those_of_transformers() -> None:
         cos, sin = (torch.randn(8, 16, generator=generator).to(dtype) for _ in range(2))
         turned_q, turned_k = llama.apply_rotary_pos_emb(q, k, cos[None, 3:4], sin[None, 3:4])
         caches = torch.zeros(1, 2, 8, 16, dtype=dtype), torch.zeros(1, 2, 8, 16, dtype=dtype)
-        qkv = torch.cat([q.flatten(), k.flatten(), v.flatten()])[None]
+        qkv = torch.cat([q.flatten(), k.flatten(), v.flatten()])[None, None]
         got = rope_cache.rope_cache_(qkv, cos, sin, *caches, torch.tensor([3], dtype=torch.int32))
-        assert torch.equal(got, turned_q[:, :, 0])
+        assert torch.equal(got, turned_q.transpose(1, 2))
         assert torch.equal(caches[0][:, :, 3], turned_k[:, :, 0])
         assert torch.equal(caches[1][:, :, 3], v[:, :, 0])
         assert (caches[0][:, :, :3] == 0).all()

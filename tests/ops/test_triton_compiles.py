@@ -25,8 +25,9 @@ KERNELS = {
         {"PIECES": 63, "BP": 64, "BLOCK": 2048},
     ),
     "nybble.ops.rope_cache.triton:_rope_cache_kernel": (
-        {**dict.fromkeys(("qkv", "cos", "sin", "q", "k_cache", "v_cache"), "*bf16"), "position": "*i32", "s": "i32"},
-        {"HQ": 8, "HKV": 2, "HALF": 64, "BLOCK": 64},
+        {**dict.fromkeys(("qkv", "cos", "sin", "q", "k_cache", "v_cache"), "*bf16"),
+         **dict.fromkeys(("s", "tokens"), "i32"), "position": "*i32"},
+        {"HQ": 8, "HKV": 2, "HALF": 64, "BLOCK": 64, "ROWS": 16},
     ),
     "nybble.ops.decode_attention.triton:_part_kernel": (
         {"q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "position": "*i32", "part_o": "*fp32",

@@ -175,6 +175,7 @@ class Runner(Steps):
             raise BadInput(f"prefill takes [{self.batch}, 1 to {self.capacity}] tokens, got {list(tokens.shape)}")
         x = torch.nn.functional.embedding(tokens, self.embedding)
         residual: Tensor | None = None
+        self.position.zero_()
         for index, layer in enumerate(self.layers):
             qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
             x = layer.o(self._attend(qkv, index))
@@ -191,15 +192,11 @@ class Runner(Steps):
     def _attend(self, qkv: Tensor, layer: int) -> Tensor:
         """Causal attention of a prompt [B, T, ...], its keys and values put into the cache."""
         batch, length, _ = qkv.shape
-        q, k, v = (
-            part.view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for part in qkv.split([h * self.head_dim for h in (self.query_heads, self.kv_heads, self.kv_heads)], -1)
+        k, v = self.k_cache[layer], self.v_cache[layer]
+        q = rope_cache_(qkv, self.cos, self.sin, k, v, self.position).transpose(1, 2)
+        o = torch.nn.functional.scaled_dot_product_attention(
+            q, k[:, :, :length], v[:, :, :length], is_causal=True, enable_gqa=True
         )
-        cos, sin = self.cos[:length], self.sin[:length]
-        q, k = q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
-        self.k_cache[layer, :, :, :length] = k
-        self.v_cache[layer, :, :, :length] = v
-        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return o.transpose(1, 2).reshape(batch, length, -1)
 
     def _step(self) -> None:
@@ -208,15 +205,10 @@ class Runner(Steps):
         for index, layer in enumerate(self.layers):
             qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
             k_cache, v_cache = self.k_cache[index], self.v_cache[index]
-            q = rope_cache_(qkv, self.cos, self.sin, k_cache, v_cache, self.position)
+            q = rope_cache_(qkv[:, None], self.cos, self.sin, k_cache, v_cache, self.position)[:, 0]
             x = layer.o(decode_attention(q, k_cache, v_cache, self.position).view(self.batch, -1))
             x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
             x = gated(layer.down, x)
         logits, _ = normed(self.head, self.final_norm, x, residual)
         greedy_token_(logits, self.token, self.position, self.turns)
         self.logits.copy_(logits)
-
-
-def _turned(z: Tensor) -> Tensor:
-    low, high = z.chunk(2, -1)
-    return torch.cat([-high, low], -1)
