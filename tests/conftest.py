@@ -7,6 +7,7 @@ therefore fails the test that ran it, on any device. `guarded` gives a test the 
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     with torch.device("meta"):
         torch.empty(0)  # torch looks up what a device context governs once, at first use: before a test replaces it
+    importlib.import_module("torch._dynamo")  # and the compiler, when it is imported, which functions are torch's
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
