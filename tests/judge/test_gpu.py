@@ -86,6 +86,7 @@ def test_a_cheat_is_caught(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> No
     assert not verdict.speeds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("cheat", [e for e in CHEATS if e.kind == 1], ids=lambda e: e.label)
 def test_timing_alone_sees_another_stream(cheat: Exhibit, on_gpu: Callable[..., Verdict]) -> None:
     assert on_gpu(cheat.problem, cheat.spec, checks=["timed"]).status in CAUGHT
@@ -101,6 +102,7 @@ def test_a_verdict_with_a_reason(name: str, on_gpu: Callable[..., Verdict], tmp_
     assert reason in verdict.text()
 
 
+@pytest.mark.alone
 def test_lines_that_a_kernel_keeps_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that keeps its input in the cache gains where kept lines are not given up, and not in the judge."""
     x, y = torch.randn(KEPT // 4, device="cuda"), torch.zeros((), device="cuda")
