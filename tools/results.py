@@ -9,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Record = dict[str, Any]
+LIBRARIES = ("humming-kernels", "gemlite", "bitsandbytes", "sgl-deep-gemm")
 
 
 def table(head: list[str], body: Iterable[list[str]]) -> str:
@@ -102,6 +103,28 @@ def linear(record: Record) -> str:
         f"a copy reaches {record['copy_tb_per_s']:.2f}. {record['note']} What was tried and where the time goes is "
         f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'x', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
         "![speed over cuBLAS against M](../benchmarks/results/h200/linear.png)"
+    )
+
+
+def rivals(record: Record) -> str:
+    """Weight-only linears beside other libraries' in one run."""
+    rows = [
+        {**row, "kernel": "nybble" if row["kernel"].startswith("linear_") else row["kernel"]} for row in record["rows"]
+    ]
+    rows = [row for row in rows if row["kernel"] != "cublas"]
+    shapes = sorted({(row["n"], row["k"]) for row in rows}, reverse=True)
+    of = {(row["format"], row["m"], row["kernel"], row["n"], row["k"]): row for row in rows}
+    body = []
+    for fmt, m, kernel in sorted(dict.fromkeys(key[:3] for key in of), key=lambda key: key[:2]):
+        found = [of.get((fmt, m, kernel, n, k)) for n, k in shapes]
+        body.append([fmt, str(m), kernel, *(f"{c['ratio']:.2f}x ({c['us']:.1f})" if c else "" for c in found)])
+    libraries = ", ".join(f"{name} {record['versions'][name]}" for name in LIBRARIES if name in record["versions"])
+    return (
+        f"Times as fast as cuBLAS, and microseconds, on one {record['device']} (torch {record['versions']['torch']}, "
+        f"{libraries}; {record['date'][:10]}, commit {record['commit']}), every output that was timed checked first. "
+        "A rival's part of the run comes minutes after ours and has a cuBLAS time of its own, so compare ratios.\n\n"
+        f"{table(['weight', 'M', 'library', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
+        "![speed over cuBLAS against M, beside rivals](../benchmarks/results/h200/linear-rivals.png)"
     )
 
 
@@ -310,6 +333,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
     ("Whole-model decoding on an H200, an earlier run", "h200/decode-llama-8b-ad507c8.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
+    ("Beside rivals on an H200", "h200/linear-rivals.json", rivals),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("Producers on an H200", "h200/producers.json", producers),
     ("Whole models with narrow activations on an H200", "h200/prefill.json", prefill),
