@@ -6,10 +6,11 @@ takes a transformers model as the definition and its modules' weights as they ar
 
     add_rmsnorm -> [q k v] -> rope_cache_ -> decode_attention -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
 
-with the projections in brackets fused along N, and with norms and gates that make codes where the linear after them
-multiplies codes (fed.py). On a GPU the whole step, argmax included, is captured once and replayed; the position lives
-in device memory, so that nothing depends on the host. Elsewhere the same code runs step by step. Fused weights replace
-those of the model's modules, which become views of them: nothing is held twice.
+with the projections in brackets fused along N, with norms and gates inside of the products where these only stream
+weights past a few tokens, and with norms and gates that make codes where the linear after them multiplies codes
+(fed.py). On a GPU the whole step, argmax included, is captured once and replayed; the position lives in device memory,
+so that nothing depends on the host. Elsewhere the same code runs step by step. Fused weights replace those of the
+model's modules, which become views of them: nothing is held twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.errors import BadInput, Unsupported
-from nybble.models.fed import Projection, gated, normed
+from nybble.models.fed import Projection, mlp, normed
 from nybble.models.steps import Steps
 from nybble.ops import QuantLinear
 from nybble.ops.decode_attention import decode_attention
@@ -179,8 +180,7 @@ class Runner(Steps):
         for index, layer in enumerate(self.layers):
             qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
             x = layer.o(self._attend(qkv, index))
-            x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
-            x = gated(layer.down, x)
+            x, residual = mlp(layer.gate_up, layer.down, layer.post_norm, x, residual)
         last = None if residual is None else residual[:, -1]
         self.logits.copy_(normed(self.head, self.final_norm, x[:, -1], last)[0])
         self.length = length
@@ -207,8 +207,7 @@ class Runner(Steps):
             k_cache, v_cache = self.k_cache[index], self.v_cache[index]
             q = rope_cache_(qkv[:, None], self.cos, self.sin, k_cache, v_cache, self.position)[:, 0]
             x = layer.o(decode_attention(q, k_cache, v_cache, self.position).view(self.batch, -1))
-            x, residual = normed(layer.gate_up, layer.post_norm, x, residual)
-            x = gated(layer.down, x)
+            x, residual = mlp(layer.gate_up, layer.down, layer.post_norm, x, residual)
         logits, _ = normed(self.head, self.final_norm, x, residual)
         greedy_token_(logits, self.token, self.position, self.turns)
         self.logits.copy_(logits)

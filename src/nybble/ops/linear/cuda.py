@@ -15,6 +15,7 @@ memory comes from torch's allocator alone, so calls may be captured in a CUDA gr
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,31 @@ class _Stream(ctypes.Structure):
     ]
 
 
+class _Surrounded(_Stream):
+    """The same with what NORM adds."""
+
+    _fields_ = [*((name, _POINTER) for name in ("residual", "gain", "h")), ("eps", ctypes.c_float)]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stream.cu does around its product (around.cuh): RMSNorm of x + residual before it, maybe a gate after it.
+
+    Attributes:
+        gain: [K], the norm's weight. eps: added to the mean of squares.
+        residual: [M, K] or None for zeros. h: [M, K], becomes x + residual; None without a residual.
+        gate: whether w is [gate | up], N / 2 rows each, and the result silu(gate) * up [M, N / 2].
+
+    All start at multiples of 16 bytes, and so do their rows and those of x.
+    """
+
+    gain: Tensor
+    eps: float
+    residual: Tensor | None
+    h: Tensor | None
+    gate: bool
+
+
 class _Sum(ctypes.Structure):
     """stream.cu's SumArguments."""
 
@@ -64,7 +90,8 @@ class _Tile(ctypes.Structure):
         *((name, _POINTER) for name in ("codes", "scale", "zero", "tensor_scale", "bias", "y")),
         *((name, _INT) for name in ("m", "n", "blocks", "chunks", "slice", "shift", "token_tiles")),
         ("factor", ctypes.c_float),
-        ("padding", ctypes.c_uint64 * 6),
+        ("table", _POINTER),
+        ("padding", ctypes.c_uint64 * 5),
     ]
 
 
@@ -76,7 +103,8 @@ class _Walk(ctypes.Structure):
         *((name, _POINTER) for name in ("codes", "scale", "zero", "tensor_scale", "bias", "parts", "ready")),
         *((name, _INT) for name in ("m", "n", "blocks", "chunks", "shift", "pairs", "token_tiles", "shared")),
         ("factor", ctypes.c_float),
-        ("padding", ctypes.c_uint64 * 4),
+        ("table", _POINTER),
+        ("padding", ctypes.c_uint64 * 3),
     ]
 
 
@@ -166,24 +194,42 @@ def _values(element: TableFormat, device: torch.device) -> Tensor:
     return torch.tensor(element.values, dtype=torch.float32, device=device)
 
 
+def _table(w: QuantTensor) -> Tensor | None:
+    element = w.format.element
+    return _values(element, w.device) if isinstance(element, TableFormat) else None
+
+
 def _pointers(*parts: Tensor | None) -> tuple[int | None, ...]:
     return tuple(None if part is None else part.data_ptr() for part in parts)
 
 
 def stream(
-    x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Stream, y: Tensor, overlap: bool = True
+    x: Tensor,
+    w: QuantTensor,
+    bias: Tensor | None,
+    plan: config.Stream,
+    y: Tensor,
+    overlap: bool = True,
+    around: Around | None = None,
 ) -> None:
-    """y [M, N] = x [M, K] w^T + bias with stream.cu, for M up to 8 * plan.mt and w in `layout_for(w.format)`."""
+    """y [M, N] = x [M, K] w^T + bias with stream.cu, for M up to 8 * plan.mt and w in `layout_for(w.format)`.
+
+    With `around`, what that says; the plan has to satisfy `plan.surrounded`.
+    """
     p, fmt, device = problem(x, w), w.format, x.device.index
     split = plan.slices > 1
     target = torch.empty((plan.slices, p.m, p.n), dtype=torch.float32, device=x.device) if split else y
-    table = _values(fmt.element, x.device) if isinstance(fmt.element, TableFormat) else None
-    arguments = _Stream(
+    table = _table(w)
+    common = (
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, x, table, None if split else bias, target),
         *x.stride(), p.m, p.n, p.k, p.tiles, p.chunks, plan.slice_chunks(p), macros.group_shift(fmt),
         macros.factor(fmt, p.fp16, p.usual),
     )  # fmt: skip
-    defines = tuple(sorted({**macros.defines(fmt, p.fp16, p.usual), **plan.defines(p.m)}.items()))
+    arguments, found = _Stream(*common), {**macros.defines(fmt, p.fp16, p.usual), **plan.defines(p.m)}
+    if around is not None:
+        arguments = _Surrounded(*common, *_pointers(around.residual, around.gain, around.h), around.eps)
+        found |= {"NORM": p.m, "PIECES": plan.pieces(p), "GATE": int(around.gate)}
+    defines = tuple(sorted(found.items()))
     current = torch.cuda.current_stream(x.device).cuda_stream
     kernel = _kernel(_STREAM, defines, "linear_stream", device)
     kernel.launch(plan.grid(p), plan.threads, plan.shared_bytes(p), arguments, overlap, current)
@@ -203,6 +249,7 @@ def tile(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Tile, y: T
         _nvrtc.tensor_map(x.data_ptr(), (p.m, x.shape[1]), x.stride(0), (tokens, columns), p.fp16),
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, bias, y), p.m, p.n, w.codes.shape[0], p.chunks,
         plan.slice_chunks(p), macros.group_shift(fmt), plan.token_tiles(p), macros.tile_factor(fmt, p.fp16, p.usual),
+        *_pointers(_table(w)),
     )  # fmt: skip
     found = {**macros.defines(fmt, p.fp16, p.usual), **macros.tile_defines(fmt, p.fp16), **plan.defines(p.m)}
     kernel = _kernel(_TILE, tuple(sorted(found.items())), "linear_tile", x.device.index)
@@ -223,7 +270,7 @@ def walk(x: Tensor, w: QuantTensor, bias: Tensor | None, plan: config.Walk, y: T
         _nvrtc.tensor_map(y.data_ptr(), (p.m, p.n), p.n, (config.OUT_TOKENS, half), p.fp16),
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, bias, parts, ready), p.m, p.n, w.codes.shape[0],
         p.chunks, macros.group_shift(fmt), plan.pairs(p), plan.token_tiles(p), shared,
-        macros.tile_factor(fmt, p.fp16, p.usual),
+        macros.tile_factor(fmt, p.fp16, p.usual), *_pointers(_table(w)),
     )  # fmt: skip
     found = {**macros.defines(fmt, p.fp16, p.usual), **macros.tile_defines(fmt, p.fp16), **plan.defines(p.m)}
     kernel = _kernel(_WALK, tuple(sorted(found.items())), "linear_walk", x.device.index)
@@ -235,7 +282,7 @@ def widened(w: QuantTensor, overlap: bool = True) -> Tensor:
     """w [N, K] in bf16, each value rounded once; w in `layout_for(w.format)`."""
     (n, k), fmt, usual = w.shape, w.format, _usual(w, False)
     made = torch.empty((n, k), dtype=torch.bfloat16, device=w.device)
-    table = _values(fmt.element, w.device) if isinstance(fmt.element, TableFormat) else None
+    table = _table(w)
     arguments = _Widen(
         *_pointers(w.codes, w.scale, w.zero_point, w.tensor_scale, table, made), n, k, w.codes.shape[1],
         macros.group_shift(fmt), macros.factor(fmt, False, usual),

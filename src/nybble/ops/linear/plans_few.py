@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from nybble.ops.linear.macros import COLUMNS, describe, lane_scale_bytes
 from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
 
+PIECE_COLUMNS = 8
+"""around.cuh's: the columns that a thread reads at once, 16 bytes."""
 _RESERVED = 1024  # bytes of shared memory that the system takes for every block
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
 _IN_FLIGHT = 48000  # bytes that a processor must have under way to use the memory fully
 _STAGED = 29000.0  # bytes of x that a block of stream.cu stages in a microsecond
+_MOST_PIECES = 4  # of all tokens that a thread may hold
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,21 @@ class Stream:
         if self.places > 1 and self.grid(p)[0] <= p.machine.processors:
             return f"no processor would have a second one of {self.grid(p)[0]} blocks"
         return "slices without columns" if self.slices > p.chunks else None
+
+    def pieces(self, p: Problem) -> int:
+        """Pieces of a row that a thread holds where the kernel normalizes x."""
+        return -(-p.chunks * COLUMNS // (PIECE_COLUMNS * self.threads))
+
+    def surrounded(self, p: Problem, gate: bool) -> str | None:
+        """Why it cannot run with a norm before it (and a gate after it), or None."""
+        refusal = self.refusal(p)
+        if refusal is None and self.slices > 1:
+            refusal = f"{self.slices} slices of K: no block has whole rows to normalize"
+        if refusal is None and p.m * self.pieces(p) > _MOST_PIECES:
+            refusal = f"a thread would hold {p.m * self.pieces(p)} pieces of rows, {_MOST_PIECES} at most"
+        if refusal is None and gate and self.wn * self.rt % 2:
+            refusal = f"{self.wn * self.rt} tile of rows a unit: none for up beside the one for the gate"
+        return refusal
 
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""

@@ -8,13 +8,20 @@
 // memory in a fixed order: the result is the same in every run.
 //
 // Definitions beyond decode.cuh's: MT (8-token tiles), RT, WN, WK, STAGES, TOKENS (columns of the products that are
-// kept), PLACES (blocks that share a processor).
+// kept), PLACES (blocks that share a processor). Two more put ops of their own into this kernel (around.cuh), where one
+// block has all of K: NORM, the tokens whose RMSNorm is x, with PIECES; GATE, 1 if W is [gate | up] and the result
+// silu(gate) * up. A unit then has as many tiles of gate rows as of the up rows that belong to them.
+#ifndef NORM
+#define NORM 0
+#define GATE 0
+#endif
 #include "decode.cuh"
 #include "async.cuh"
 #include "weights.cuh"
 
 #define WARPS (WN * WK)
 #define THREADS (WARPS * 32)
+#include "around.cuh"
 #define UNIT_ROWS (WN * RT * 16)
 #define CHAINS (RT == 1 && GROUPS == 1 ? 2 : 1)  // independent sums of a tile, to keep the tensor cores' latency hidden
 #define RED_STRIDE 20  // of a token's 16 rows: spreads a warp's stores over the banks
@@ -33,6 +40,11 @@ struct Arguments {
   long long x_row, x_column;
   int M, N, K, tiles, chunks, slice, shift;  // chunks: of 128 columns; slice: a block's; shift: log2(chunks in a group)
   float factor;
+#if NORM
+  const char *residual, *gain;  // [M, K], or null for zeros; [K]
+  unsigned short *h;            // x + residual, [M, K]; null without a residual
+  float eps;
+#endif
 };
 
 struct SumArguments {
@@ -77,17 +89,54 @@ __device__ __forceinline__ void multiply(float (*sum)[MT][4], const Tile *tiles,
   }
 }
 
-// Adds up the WK warps of each row and stores a unit's results.
+// The tile of rows that a warp's tile `rt` of a unit is; past the last one it is repeated, and nothing is stored.
+__device__ __forceinline__ int tile_of(const Arguments &p, int unit, int wn, int rt) {
+#if GATE
+  constexpr int pairs = WN * RT / 2;
+  const int of_unit = wn * RT + rt, half = p.tiles / 2;
+  return of_unit / pairs * half + min(unit * pairs + of_unit % pairs, half - 1);
+#else
+  return min((unit * WN + wn) * RT + rt, p.tiles - 1);
+#endif
+}
+
+// What the WK warps of a unit's row, which is row n of W, have together.
+__device__ __forceinline__ float add_up(const Arguments &p, const float *red, int row, int token, int n) {
+  const int tile = row / 16;
+  const float *from = red + ((tile / RT * WK * RT + tile % RT) * TOKENS + token) * RED_STRIDE + row % 16;
+  float total = 0;
+#pragma unroll
+  for (int k = 0; k < WK; ++k) total += from[k * RT * TOKENS * RED_STRIDE];
+  return ROW_SCALE ? total * row_scale(p.scale, n) : total;
+}
+
+#if GATE
+// Stores a unit's results.
+__device__ __forceinline__ void finish(const Arguments &p, const float *red, int unit, float factor) {
+  constexpr int rows = UNIT_ROWS / 2;
+  const int outputs = p.N / 2;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * p.M; i += THREADS) {
+    const int row = i % rows, token = i / rows, n = unit * rows + row;
+    if (n >= outputs) continue;
+    float parts[2];  // as the product alone would store them
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int of_w = n + part * outputs;
+      const float total = add_up(p, red, row + part * rows, token, of_w);
+      parts[part] = x_float(float_x(total * factor + (p.bias ? x_float(p.bias[of_w]) : 0.f)));
+    }
+    ((unsigned short *)p.y)[(long long)token * outputs + n] = gated(parts[0], parts[1]);
+  }
+}
+#else
+// Stores a unit's results.
 __device__ __forceinline__ void finish(const Arguments &p, const float *red, int unit, float factor) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < UNIT_ROWS * p.M; i += THREADS) {
-    const int row = i % UNIT_ROWS, token = i / UNIT_ROWS, n = unit * UNIT_ROWS + row, tile = row / 16;
+    const int row = i % UNIT_ROWS, token = i / UNIT_ROWS, n = unit * UNIT_ROWS + row;
     if (n >= p.N) continue;
-    const float *from = red + ((tile / RT * WK * RT + tile % RT) * TOKENS + token) * RED_STRIDE + row % 16;
-    float total = 0;
-#pragma unroll
-    for (int k = 0; k < WK; ++k) total += from[k * RT * TOKENS * RED_STRIDE];
-    if (ROW_SCALE) total *= row_scale(p.scale, n);
+    const float total = add_up(p, red, row, token, n);
     const long long at = (long long)token * p.N + n;
     if (gridDim.y > 1)
       ((float *)p.y)[(long long)blockIdx.y * p.M * p.N + at] = total * factor;
@@ -95,6 +144,7 @@ __device__ __forceinline__ void finish(const Arguments &p, const float *red, int
       ((unsigned short *)p.y)[at] = float_x(total * factor + (p.bias ? x_float(p.bias[n]) : 0.f));
   }
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, PLACES) linear_stream(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
@@ -112,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLACES) linear_stream(cons
   auto enter = [&](int unit) {
     ahead_unit = unit, ahead_chunk = first + wk;
 #pragma unroll
-    for (int rt = 0; rt < RT; ++rt)  // past the last tile: repeat it, and store nothing
-      ahead[rt].enter(p.codes, p.scale, p.zero, min((unit * WN + wn) * RT + rt, p.tiles - 1), p.chunks, p.shift, lane);
+    for (int rt = 0; rt < RT; ++rt)
+      ahead[rt].enter(p.codes, p.scale, p.zero, tile_of(p, unit, wn, rt), p.chunks, p.shift, lane);
   };
   auto next = [&] {
     ahead_chunk += WK;
@@ -133,17 +183,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLACES) linear_stream(cons
     for (int rt = 0; rt < RT; ++rt)
       if (ahead_chunk < last && lane < TILE_BYTES / 128)
         prefetch_l2(ahead[rt].codes + (u32)(ahead_chunk * 4 * TILE_BYTES) + lane * (128 - 16));
+#if NORM
+  for (int line = threadIdx.x; blockIdx.x == 0 && line < p.K / 64; line += THREADS) prefetch_l2(p.gain + line * 128ll);
+#endif
   wait_for_previous();
+#if NORM
+  Rows rows;
+  rows.ask(p.x, p.x_row, p.residual, p.gain, p.K);
+#else
   load_x(x_shared, x_stride, p.x, p.x_row, p.x_column, p.M, first * COLUMNS,
          min(last * COLUMNS, p.K), (last - first) * COLUMNS, THREADS);
   async_commit();
+#endif
   enter(blockIdx.x);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage) fetch(ring + stage * STAGE_BYTES);
 #if CODE == TABLE
   fill_table(table, p.table, TABLE_WORDS / 2, THREADS);
 #endif
+#if NORM
+  rows.add(blockIdx.x ? nullptr : p.h, red, p.K);
+  __syncthreads();
+  rows.normalize(shared_address(x_shared), x_stride, red, p.eps, p.K, p.chunks * COLUMNS);
+#else
   async_wait<STAGES - 1>();
+#endif
   __syncthreads();
 
   const float factor = p.factor * (p.tensor_scale ? *p.tensor_scale : 1.f);

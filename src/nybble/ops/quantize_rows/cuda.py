@@ -109,12 +109,12 @@ def unfit(
     if not x.numel() or width % COLUMNS or width > _MOST_THREADS * _MOST_SETS * COLUMNS:
         return f"takes rows of {COLUMNS} columns and multiples, at least one row; x is {tuple(x.shape)}"
     for name, part in (("x", x), ("residual", residual), ("gain", gain)):
-        if part is not None and not _aligned(part):
+        if part is not None and not aligned(part):
             return f"reads {_ALIGNMENT} bytes at once; {name} with strides {part.stride()} does not lie so"
     return refusal(fmt, tensor_amax)
 
 
-def _aligned(part: Tensor) -> bool:
+def aligned(part: Tensor) -> bool:
     """Whether every row of [..., K], seen as [M, K] without a copy, starts at a multiple of 16 bytes."""
     if part.stride(-1) != 1 or part.data_ptr() % _ALIGNMENT:
         return False
