@@ -1,4 +1,4 @@
-"""rmsnorm_linear on a GPU: the kernel that takes norm and gate in, over every case it takes and beside its three ops."""
+"""rmsnorm_linear on a GPU: the kernel that takes norm and gate in, on every case it takes and beside its three ops."""
 
 from __future__ import annotations
 
