@@ -75,8 +75,17 @@ def test_one_token_takes_norm_and_gate_in_with_the_plan_of_the_product(name: str
         assert choice.plan == products.choose(p).plan
 
 
+@pytest.mark.parametrize("m", [2, 4])
+def test_a_few_tokens_do(m: int) -> None:
+    assert config.choose(products.Problem(m, 6144, 4096, INT4), False).pays
+    assert config.choose(products.Problem(m, 28672, 4096, INT4), True).pays
+
+
 def test_many_tokens_and_long_rows_do_not() -> None:
     one = products.Problem(1, 4096, 4096, INT4)
+    split = config.choose(replace(one, n=512, k=14336), False)
+    assert products.choose(replace(one, n=512, k=14336)).plan.slices > 1
+    assert not split.pays
     for m in (5, 16, 64):
         with pytest.raises(ValueError, match="pieces of rows, 4 at most"):
             config.choose(replace(one, m=m), False)

@@ -116,17 +116,14 @@ __device__ __forceinline__ void finish(const Arguments &p, const float *red, int
   constexpr int rows = UNIT_ROWS / 2;
   const int outputs = p.N / 2;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * p.M; i += THREADS) {
-    const int row = i % rows, token = i / rows, n = unit * rows + row;
-    if (n >= outputs) continue;
-    float parts[2];  // as the product alone would store them
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const int of_w = n + part * outputs;
-      const float total = add_up(p, red, row + part * rows, token, of_w);
-      parts[part] = x_float(float_x(total * factor + (p.bias ? x_float(p.bias[of_w]) : 0.f)));
-    }
-    ((unsigned short *)p.y)[(long long)token * outputs + n] = gated(parts[0], parts[1]);
+  for (int i = threadIdx.x; i < UNIT_ROWS * p.M; i += THREADS) {  // a warp: 16 gates, and what they let through
+    const int part = i / 16 % 2, row = i / 32 * 16 % rows + i % 16, token = i / UNIT_ROWS, n = unit * rows + row;
+    if (n >= outputs) continue;  // all of a warp
+    const int of_w = n + part * outputs;
+    const float total = add_up(p, red, row + part * rows, token, of_w);
+    const float value = x_float(float_x(total * factor + (p.bias ? x_float(p.bias[of_w]) : 0.f)));
+    const float up = __shfl_xor_sync(0xFFFFFFFFu, value, 16);
+    if (part == 0) ((unsigned short *)p.y)[(long long)token * outputs + n] = gated(value, up);
   }
 }
 #else

@@ -5,10 +5,10 @@
     y = silu(y[:, :N/2]) * y[:, N/2:]                 silu_mul (ops/silu_mul), if asked for
 
 with every rounding of the three ops, one after the other: the contract is their composition. At one token these small
-ops cost not what they compute but their launches, about two microseconds each in a chain of kernels that wait for each
-other, and a decode step of a Llama has two such norms and one such gate a layer. Every block of the product for few
-tokens reads all of x, so it can as well normalize it; and where it holds the rows of the gate and those of `up` that
-belong to them, it can as well multiply these. config.py says when that pays.
+ops cost not what they compute but their launches, in a chain of kernels that wait for each other, and a decode step of
+a Llama has two such norms and one such gate a layer. Every block of the product for few tokens reads all of x, so it
+can as well normalize it; and where it holds the rows of the gate and those of `up` that belong to them, it can as well
+multiply these. config.py says when that pays.
 """
 
 from __future__ import annotations
