@@ -43,13 +43,13 @@ def test_stream_compiles_everywhere(arch: str, cache: Path) -> None:
     ids=str,
 )
 def test_tile_compiles_for_hopper(plan: config.Tile, cache: Path) -> None:
-    for name in ("int4_g128", "int8_channel", "nvfp4"):
+    for name in ("int4_g128", "int8_channel", "nvfp4", "fp8_block128", "nf4_g64"):
         fmt, fp16 = table.block(name), FORMATS[name]
         defines = {**macros.defines(fmt, fp16), **macros.tile_defines(fmt, fp16), **plan.defines(1)}
         assert _nvrtc.build(cuda._TILE, defines, "90a").startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "nvfp4", "mxfp4", "int8_channel"])
+@pytest.mark.parametrize("name", ["int4_g128", "nvfp4", "mxfp4", "int8_channel", "fp8_block128", "nf4_g64"])
 def test_wgmma_runs_in_the_background(name: str) -> None:
     """ptxas says when it waits for each wgmma on its own, which costs a quarter of the speed and nothing else."""
     fmt = table.block(name)
@@ -58,7 +58,10 @@ def test_wgmma_runs_in_the_background(name: str) -> None:
         assert "serialized" not in _log(cuda._TILE, defines)
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "int3_g64", "nvfp4", "int8_channel", "fp8_channel"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4_g128", "int4_g32_asym", "int3_g64", "nvfp4", "int8_channel", "fp8_channel", "fp8_block128", "nf4_g64"],
+)
 @pytest.mark.parametrize("tokens", [128, 256])
 def test_walk_keeps_its_sums_in_registers(name: str, tokens: int) -> None:
     fmt, fp16 = table.block(name), tokens == 128 and name.startswith("int")

@@ -68,7 +68,9 @@ def test_every_plan_agrees_and_repeats_itself() -> None:
             assert torch.equal(cuda.run(x, w, bias, plan), y)
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "nvfp4", "int8_channel"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128", "int4_g32_asym", "nvfp4", "int8_channel", "fp8_block128", "fp8_g128", "nf4_g64"]
+)
 @pytest.mark.parametrize(("n", "k"), [(129, 200), (96, 321)])
 def test_any_number_of_tokens(name: str, n: int, k: int) -> None:
     w = weight(n, k, name)
@@ -92,7 +94,7 @@ def test_views_of_x_do_not_matter(name: str, m: int) -> None:
         assert torch.equal(y, linear(x.contiguous(), w))
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int8_channel", "fp8_channel", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4_g128", "int8_channel", "fp8_channel", "nvfp4", "fp8_block128", "nf4_g64"])
 @pytest.mark.parametrize("m", [2, 96])
 def test_the_largest_fp16_inputs_and_zero_groups(name: str, m: int) -> None:
     """Inputs of 6e4 whose products cancel or stay small in float32; a finite result must come out finite."""
@@ -126,7 +128,7 @@ def test_many_tokens_through_cublas(name: str, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     "plan", [config.Walk(256, 5, 3), config.Walk(256, 5, 3, even=False), config.Walk(128, 8, 3)], ids=str
 )
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "nvfp4", "fp8_channel"])
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g32_asym", "nvfp4", "fp8_channel", "fp8_block128", "nf4_g64"])
 @pytest.mark.parametrize(("m", "n", "k"), [(257, 136, 200), (300, 1032, 1100), (1000, 4096, 512), (513, 2504, 2048)])
 def test_blocks_that_stay_agree_and_repeat_themselves(plan: config.Walk, name: str, m: int, n: int, k: int) -> None:
     """Tiles that divide nothing, cut along K among clusters or not; the same bits in every run and in a graph."""
@@ -161,8 +163,35 @@ def test_the_plain_weight_for_cublas_is_given_back() -> None:
     assert torch.cuda.max_memory_allocated() <= held + 2 * n * k + 2 * 4096 * n
 
 
+def uneven(n: int, k: int, seed: int) -> torch.Tensor:
+    """Weights whose blocks of 128 x 128 differ in size by up to 2^12, some of them zero."""
+    sizes = torch.exp2(12 * torch.rand(-(-n // 128), -(-k // 128), generator=torch.Generator().manual_seed(seed)) - 12)
+    sizes[0, 0] = sizes[-1, -1] = 0
+    return normal(n, k, seed=seed) * sizes.cuda().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_g128", "nf4_g64"])
+@pytest.mark.parametrize("kind", [config.Stream, config.Tile, config.Walk])
+def test_scales_that_differ_and_tokens_that_do_not(kind: type, name: str, dtype: torch.dtype) -> None:
+    """Sums change their units from one chunk to the next, and roundings must not add up where x is constant."""
+    cuda = pytest.importorskip("nybble.ops.linear.cuda")
+    n, k, m = 264, 1100, 70
+    for original in (normal(n, k, seed=8) / 32, uneven(n, k, 9)):
+        w = weight_of(original, name)
+        for x in (normal(m, k, seed=10), torch.ones(m, k, device="cuda"), normal(m, k, seed=11).abs()):
+            args = (x.to(dtype), w, None, None, None)
+            plans = [plan for _, plan in config.choose(cuda.problem(*args[:2])).scored if isinstance(plan, kind)]
+            for plan in (plans[0], plans[-1]):
+                LINEAR.check(cuda.run(args[0], w, None, plan), args, f"{plan} on {name}")
+
+
 @pytest.mark.parametrize("m", [1, 16, 64])
-@pytest.mark.parametrize(("name", "dtype"), [("int4_g128", torch.float16), ("mxfp4", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("int4_g128", torch.float16), ("nf4_g64", torch.float16), ("mxfp4", torch.bfloat16),
+     ("fp8_block128", torch.bfloat16), ("fp8_block128", torch.float16)],
+)  # fmt: skip
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 1.0, 2.0**12, 2.0**70])
 def test_weights_of_unusual_sizes_are_right(name: str, dtype: torch.dtype, size: float, m: int) -> None:
     """Where the shortcuts of macros.usual_scales do not hold, another way is taken."""

@@ -145,8 +145,10 @@ def test_every_chunk_is_computed_once_and_waiting_goes_backwards(m: int, n: int,
 
 def test_tiles_refuse_what_they_would_round_too_much_and_other_machines() -> None:
     plan = config.Tile(2, 64, 1, 5)
-    fp8 = config.Problem(64, 4096, 4096, table.block("fp8_block128"))
-    assert "rounded the same way" in (plan.refusal(fp8) or "")
+    for name in ("fp8_g64", "ufp4"):
+        assert "rounded the same way" in (plan.refusal(config.Problem(64, 4096, 4096, table.block(name))) or "")
+    for name in ("fp8_block128", "fp8_g128", "nf4_g64"):
+        assert plan.refusal(config.Problem(64, 4096, 4096, table.block(name))) is None
     assert "8.0" in (plan.refusal(config.Problem(64, 4096, 4096, INT4, machine=AMPERE)) or "")
     assert "fp16" in (plan.refusal(config.Problem(64, 4096, 4096, table.block("mxfp4"), True)) or "")
 
@@ -160,8 +162,8 @@ def test_the_model_never_beats_the_memory() -> None:
 def test_thousands_of_tokens_go_through_cublas_where_tiles_do_not_serve() -> None:
     for p in (
         config.Problem(2048, 4096, 4096, INT4, machine=AMPERE),
-        config.Problem(512, 4096, 4096, table.block("fp8_block128")),
-        config.Problem(512, 4096, 4096, table.block("nf4_g64")),
+        config.Problem(512, 4096, 4096, table.block("fp8_g64")),
+        config.Problem(512, 4096, 4096, table.block("fp8_block128"), usual=False),
     ):
         assert isinstance(config.choose(p).plan, config.Widen)
     fp16 = config.Problem(2048, 4096, 4096, INT4, fp16=True, machine=AMPERE)

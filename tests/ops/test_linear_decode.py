@@ -7,7 +7,8 @@ import torch
 
 from nybble.formats import FloatFormat, IntFormat, array, block
 from nybble.formats.table import BF16, FP16
-from nybble.ops.linear import macros
+from nybble.ops.linear import LINEAR, macros
+from nybble.quantize import quantize
 
 WIDE = {False: (torch.bfloat16, BF16), True: (torch.float16, FP16)}
 
@@ -143,3 +144,57 @@ def test_scaled_weights_keep_the_bits_of_their_dtype(size: float, fp16: bool, rn
     made = (small * (scale * up)[:, None]).to(dtype).double() * undo
     wanted = scale[:, None] * elements
     assert ((made - wanted).abs() <= wanted.abs() * 2.0 ** -(wide.mantissa_bits + 1)).all()
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_g128"])
+def test_eight_bit_floats_take_in_the_power_of_two_of_their_scale(name: str, fp16: bool) -> None:
+    """Exactly within the usual range; what is lost of smaller scales is 2^-30 of what the range allows."""
+    dtype, wide = WIDE[fp16]
+    fmt, bounds = block(name), macros.usual_scales(block(name), fp16)
+    assert bounds is not None
+    assert isinstance(fmt.element, FloatFormat)
+    assert macros.tile_defines(fmt, fp16)["SUM_SCALE"]
+    up = macros.tile_defines(fmt, fp16)["SCALE_UP"]
+    codes = [code for code in range(256) if (code & 127) <= fmt.element.max_code]
+    values = torch.tensor(array.values(fmt.element), dtype=torch.float64)[codes]
+    for exponent in range(-140, 41):
+        if 2.0**exponent > bounds[1]:
+            continue
+        power = torch.tensor(2.0 ** (exponent + wide.bias - fmt.element.bias + up), dtype=torch.float64).to(dtype)
+        made = (values * 2.0 ** (fmt.element.bias - wide.bias) * power.double()).to(dtype).double()
+        undone, wanted = made * macros.tile_factor(fmt, fp16), values * 2.0**exponent
+        assert made.isfinite().all()
+        lost = (undone - wanted).abs().max()
+        assert lost == 0 if bounds[0] <= 2.0**exponent else lost <= bounds[0] * fmt.element.max * 2.0**-30
+    assert "largest scale" in (macros.tile_refusal(fmt, fp16, usual=False) or "")
+
+
+def test_sums_change_their_units_from_chunk_to_chunk(rng: torch.Generator) -> None:
+    """The order of operands.cuh in float32: what 112 changes of units lose is far below one rounding of the result."""
+    products = torch.randn(112, 256, generator=rng)
+    scales = torch.exp2(8 * torch.rand(112, generator=rng) - 14)
+    rest = torch.frexp(scales).mantissa * 2  # in [1, 2)
+    total = torch.zeros(256)
+    for i, one in enumerate(products * (scales / rest)[:, None]):
+        total = (total + one) * (rest[i] / (rest[i + 1] if i + 1 < len(rest) else 1.0))
+    exact = (products.double() * scales.double()[:, None]).sum(0)
+    assert (total.double() - exact).norm() <= exact.norm() * 2.0**-19
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_roundings_of_a_table_do_not_add_up(kind: str, fp16: bool, rng: torch.Generator) -> None:
+    """Each of eight columns has its factor within a unit in the last place: without, constant x is too far off."""
+    dtype, wide = WIDE[fp16]
+    w = quantize(torch.randn(264, 1024, generator=rng) / 32, "nf4_g64").dequantize(torch.float32)
+    x = torch.ones(1, 1024) if kind == "constant" else torch.randn(64, 1024, generator=rng)
+    column = torch.arange(1024)
+    level = column % 8 // 2 * 2 + column // 8 % 2
+    up = 2.0 ** macros.tile_defines(block("nf4_g64"), fp16)["SCALE_UP"]
+    factors = up * (1 + (level - 3.5) * 2.0 ** -(wide.mantissa_bits + 4))
+    x, exact = x.to(dtype).double(), x.to(dtype).double() @ w.double().t()
+    size = max(float(exact.norm()), float(x.norm() * w.double().norm()) / 32)
+    made = (w * factors.float()).to(dtype).double() * macros.tile_factor(block("nf4_g64"), fp16)
+    distance = LINEAR.agreement.distance((x @ made.t()).to(dtype), exact.to(dtype), size)
+    assert distance <= 0.95 * LINEAR.agreement.limits[dtype]

@@ -31,33 +31,8 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
   asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r]; }"
                ::"r"(barrier), "r"(rank) : "memory");
 }
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive(int barrier, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 // Four 8x8 matrices of 16-bit values, transposed; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(u32 to, const u32 *from) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-// Two floats rounded to 16 bits each.
-template <bool FP16> __device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  if (FP16)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-
-// Holds the compiler back: what is read of these registers is read after this point, what is written is written before.
-template <int Count> __device__ __forceinline__ void settle(int *registers) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-template <int Count> __device__ __forceinline__ void settle(float *registers) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }

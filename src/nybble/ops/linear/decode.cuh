@@ -112,11 +112,11 @@ template <int AT> __device__ __forceinline__ u32 element(u32 word, u32 zero, u32
 }
 #elif CODE == FLOAT8
 // The code's exponent and mantissa go to the bottom of the wide exponent field; multiplying by 2^(difference of the
-// biases) makes the value, subnormals included.
+// biases) makes the value, subnormals included; by another `power`, the value times a power of two.
 #define FIELD SPLAT((((1 << (EXPONENT_BITS + MANTISSA_BITS)) - 1) << X_MANTISSA) >> MANTISSA_BITS)
-__device__ __forceinline__ u32 element(u32 high_bytes, u32) {
+__device__ __forceinline__ u32 element(u32 high_bytes, u32 power) {
   const u32 magnitude = shift_left<X_MANTISSA - MANTISSA_BITS - 8>(high_bytes) & FIELD;
-  return mul2(and_or(high_bytes, SIGN, magnitude), POWER(X_BIAS - ELEMENT_BIAS));
+  return mul2(and_or(high_bytes, SIGN, magnitude), power);
 }
 #endif
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void fill_table(u32 *to, const float *values, int wor
 #define REST 0x0603  // the bits of a half word that the first three pairs of a 4-bit float leave free
 
 // Step j of a lane's tile, from its 2 * BITS words. `terms` and `scales` hold one value for each of the two rows: what to
-// add to an integer, or to multiply a 4-bit float by; what scales integers with INT_TAKES_SCALE.
+// add to an integer, or to multiply a float by; what scales integers with INT_TAKES_SCALE.
 __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *terms, const u32 *scales,
                                             const u32 *table, u32 *a) {
 #if CODE == INT && BITS == 4
@@ -159,7 +159,7 @@ __device__ __forceinline__ void decode_step(const u32 *words, int j, const u32 *
   for (int p = 0; p < 4; ++p) a[p] = element<0>(words[2 * j + (p >> 1)] >> (8 * (p & 1)), terms[p & 1], scales[p & 1]);
 #elif CODE == FLOAT8
 #pragma unroll
-  for (int p = 0; p < 4; ++p) a[p] = element(words[2 * j + (p >> 1)] << (8 * (1 - (p & 1))), 0);
+  for (int p = 0; p < 4; ++p) a[p] = element(words[2 * j + (p >> 1)] << (8 * (1 - (p & 1))), terms[p & 1]);
 #elif CODE == FLOAT4
   // Spread by layouts_gpu.py so that each pair lies in place up to a rotation: sign at 15, magnitude below the
   // exponent's end. Three pairs of a step have a word of their own; the fourth of two neighbouring steps share what

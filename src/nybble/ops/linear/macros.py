@@ -16,6 +16,9 @@ INT_SCALE_UP = 96
 """decode.cuh's: how far bf16 scales are raised to meet integers that lie among the subnormals."""
 FP16_SCALE_UP = 12
 """tile.cu raises scales for fp16, where decode.cuh's integers are 2^-9 too small."""
+_POWERS_UP = -32
+"""The same in bf16 for powers of two that 8-bit floats take in: undoing their biases' difference alone takes 2^120."""
+_LOST = 30  # what falls below the smallest wide float may be 2^-30 of the largest weight
 _POWER_UP = 63
 """The same for scales that are bare powers of two, with bf16: half of the exponents' range keeps both ends far away."""
 
@@ -50,11 +53,17 @@ def describe(fmt: BlockFormat) -> dict[str, int]:
 def usual_scales(fmt: BlockFormat, fp16: bool) -> tuple[float, float] | None:
     """Between what the largest scale of a weight must lie for the kernels' shortcuts to be exact; None: anywhere.
 
-    Integers in fp16 through tile.cu: raised, scales stay finite, and the weights that count clear of the subnormals.
-    4-bit floats under powers of two, in bf16: raised, scales stay finite, and what is lost is 2^-30 of the largest.
+    Integers and tables in fp16 through tile.cu: raised, scales stay finite, and the weights that count clear of the
+    subnormals. 4-bit floats under powers of two, in bf16, and 8-bit floats that take in their scale's power of two:
+    raised, scales stay finite, and what is lost is 2^-30 of the largest.
     """
-    if fp16 and isinstance(fmt.element, IntFormat) and fmt.block[1] is not None:
-        return 2.0**FP16.min_exponent, FP16.max / 2**FP16_SCALE_UP
+    if fp16 and isinstance(fmt.element, IntFormat | TableFormat) and fmt.block[1] is not None:
+        return 2.0**FP16.min_exponent, FP16.max / 2**FP16_SCALE_UP / _reach(fmt.element)
+    if sums_take_scale(fmt) and isinstance(fmt.element, FloatFormat):
+        wide, element, up = FP16 if fp16 else BF16, fmt.element, _powers_up(fp16)
+        lost = wide.min_exponent - wide.mantissa_bits - 1
+        most = max(wide.bias - element.bias, element.max_exponent)
+        return 2.0 ** (_LOST + lost - element.max_exponent - up), 2.0 ** (wide.max_exponent - most - up)
     if not fp16 and _power_scales(fmt):
         return 2.0**-30, 2.0 ** (BF16.max_exponent - _POWER_UP)
     return None
@@ -83,9 +92,10 @@ def group_shift(fmt: BlockFormat) -> int:
 
 def tile_defines(fmt: BlockFormat, fp16: bool) -> dict[str, int]:
     """The macros of tile.cu that say where the scale goes."""
-    takes = _int_takes_scale(fmt, fp16)
-    scaled = describe(fmt)["CODE"] == _INT and fmt.block[1] is not None and not takes
-    return {"INT_TAKES_SCALE": int(takes), "SCALE_UP": FP16_SCALE_UP if fp16 and scaled else 0}
+    takes, sums = _int_takes_scale(fmt, fp16), sums_take_scale(fmt)
+    scaled = describe(fmt)["CODE"] in (_INT, _TABLE) and fmt.block[1] is not None and not takes
+    up = _powers_up(fp16) if sums else FP16_SCALE_UP if fp16 and scaled else 0
+    return {"INT_TAKES_SCALE": int(takes), "SUM_SCALE": int(sums), "SCALE_UP": up}
 
 
 def tile_factor(fmt: BlockFormat, fp16: bool, usual: bool = True) -> float:
@@ -98,20 +108,36 @@ def tile_factor(fmt: BlockFormat, fp16: bool, usual: bool = True) -> float:
 def tile_refusal(fmt: BlockFormat, fp16: bool, usual: bool = True) -> str | None:
     """Why tile.cu, which rounds element times scale to the activations' dtype, would round too much; None if not.
 
-    Row scales wait until the end; short elements times short scales are exact; integers have so many values that their
-    rounding errors average out. The few values of an 8-bit float or a table under one scale do not.
+    Row scales wait until the end; short elements times short scales are exact; sums take the part of a scale that 8-bit
+    floats would be rounded by; roundings of integers, and of a table's values by small groups, average out. A table's
+    values in whole rows, or other floats under a wide scale, do not.
     """
-    kind = describe(fmt)["CODE"]
-    if fmt.block[1] is None and kind != _TABLE:
+    kind, sums, whole = describe(fmt)["CODE"], sums_take_scale(fmt), fmt.block[1] is None
+    if whole and kind != _TABLE:
         return None
     if fmt.scale.bits == 8 and (fp16 and _fold_up(fmt, fp16, usual) is None):
         return f"{fmt.scale.name} scales reach beyond fp16"
-    if kind == _INT and fp16 and not usual:
+    if not usual and (sums or (fp16 and kind in (_INT, _TABLE))):
         low, high = usual_scales(fmt, fp16) or (0.0, 0.0)
         return f"the largest scale is outside {low:.2g} to {high:.4g} (or not known yet, within a capture)"
-    if kind == _INT or fmt.scale.bits == 8:
+    if kind == _INT or fmt.scale.bits == 8 or sums or (kind == _TABLE and not whole):
         return None
     return f"the product of {fmt.element.name} and {fmt.scale.name} would be rounded the same way over and over"
+
+
+def sums_take_scale(fmt: BlockFormat) -> bool:
+    """Whether tile.cu leaves scales' parts in [1, 2) to the sums, chunk by chunk: 8-bit floats under wide scales."""
+    found = describe(fmt)
+    return found["CODE"] == _FLOAT8 and not found["ROW_SCALE"] and found["GROUP"] == COLUMNS and fmt.scale.bits > 8
+
+
+def _powers_up(fp16: bool) -> int:
+    return FP16_SCALE_UP if fp16 else _POWERS_UP
+
+
+def _reach(element: ElementFormat) -> float:
+    """The largest magnitude of a table; integers are made 2^-9 too small."""
+    return max(map(abs, element.values)) if isinstance(element, TableFormat) else 1.0
 
 
 def _int_takes_scale(fmt: BlockFormat, fp16: bool) -> bool:

@@ -11,7 +11,7 @@ MMA_TOKENS = 16
 """Go through mma rather than wgmma."""
 _BLOCK_ROWS = 64
 _AVERAGED = 64
-_ALIGNMENT, _BARRIERS = 1024, 256
+_ALIGNMENT, _BARRIERS, _LOOKUP = 1024, 256, 4096
 _REGISTERS = 65536
 _FROM_L2 = 46  # bytes that a processor gets from the L2 cache in a cycle, while all of them fetch
 _RING = 64 * 1024  # bytes of a processor's rings that hide the memory's latency
@@ -33,6 +33,11 @@ def hopper_refusal(p: Problem) -> str | None:
     if p.k < _AVERAGED:
         return f"its roundings of the weight need more than K = {p.k} terms to average out"
     return tile_refusal(p.format, p.fp16, p.usual)
+
+
+def _around(p: Problem) -> int:
+    """Bytes of shared memory beside a kernel's rings: barriers, a table of values, and what aligning them leaves."""
+    return _BARRIERS + (2 * _LOOKUP if describe(p.format)["TABLE_BYTES"] else _ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Tile:
         d, tokens = describe(p.format), self.tokens * self.wgmmas
         weights = 4 * (d["TILE_BYTES"] + 8 * (d["SCALE_BYTES"] + d["ZERO_BYTES"]))
         ring = self.stages * self.split * (tokens * 2 * COLUMNS + self.groups * self.tiles * weights)
-        return _ALIGNMENT + _BARRIERS + max(ring, self.split * tokens * (self.rows + 4) * 4)
+        return _around(p) + max(ring, self.split * tokens * (self.rows + 4) * 4)
 
     def shared_bytes(self, p: Problem) -> int:
         """What a block asks for: so much that no more blocks share a processor than an even spread puts there.
@@ -246,13 +251,7 @@ class Walk:
         """Shared memory of a block: both rings, what is being stored, barriers."""
         d = describe(p.format)
         weights = 2 * 4 * (d["TILE_BYTES"] + 8 * (d["SCALE_BYTES"] + d["ZERO_BYTES"]))
-        return (
-            _ALIGNMENT
-            + _BARRIERS
-            + self.x_stages * self.tokens * COLUMNS
-            + 4 * OUT_TOKENS * COLUMNS
-            + self.w_stages * weights
-        )
+        return _around(p) + self.x_stages * self.tokens * COLUMNS + 4 * OUT_TOKENS * COLUMNS + self.w_stages * weights
 
     def refusal(self, p: Problem) -> str | None:
         """Why it cannot run, or None."""

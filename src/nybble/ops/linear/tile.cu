@@ -2,16 +2,15 @@
 //
 // A block makes 64 * RT * ROW_GROUPS rows of W times TOKENS tokens. Four warps feed it: for each stage of SPLIT chunks of
 // 128 columns they ask the copy engine for x's tiles (swizzled) and for the weight's tiles, STAGES stages ahead. A
-// warpgroup owns 64 * RT rows and one chunk of every stage: its lanes decode their codes, multiply them by their scale in
-// x's dtype and hand them to wgmma as the register operand, while the tensor cores still work on the chunk before.
+// warpgroup owns 64 * RT rows and one chunk of every stage: its lanes decode their codes, multiply them by their scale
+// (operands.cuh) and hand them to wgmma as the register operand, while the tensor cores still work on the chunk before.
 // Warpgroups meet only at the stages' barriers, so one decodes while another multiplies. 16 tokens go through mma
 // instead, which reads x once for RT tiles of rows. In the end the SPLIT warpgroups of the same rows and the CLUSTER
 // blocks among which K is split add up through (distributed) shared memory, in a fixed order: the result is the same in
 // every run.
 //
 // Definitions beyond decode.cuh's: ROW_GROUPS, SPLIT, RT (1 but for 16 tokens), TOKENS_N (tokens of one wgmma), TOKENS_B
-// (wgmmas side by side), STAGES, CLUSTER, REGISTERS (what the warpgroups raise theirs to; 0: nothing moves),
-// INT_TAKES_SCALE, SCALE_UP (exponent by which other scales are raised to stay within fp16).
+// (wgmmas side by side), STAGES, CLUSTER, REGISTERS (what the warpgroups raise theirs to; 0: nothing moves), operands.cuh's.
 #include "decode.cuh"
 #include "async.cuh"
 #include "weights.cuh"
@@ -28,6 +27,9 @@
 #define CHUNK_BYTES (2 * X_HALF + RT * ROW_GROUPS * GROUP_BYTES)
 #define RING_BYTES (STAGES * SPLIT * CHUNK_BYTES)
 #define TOGETHER (TOKENS_N == 16)  // whether lanes share the work on scales
+#ifndef PHASE
+#define PHASE (TOKENS >= 128 && (SPLIT == 1 || ROW_GROUPS == 1))
+#endif
 #define SUM_STRIDE (ROWS + 4)  // of a token's sums: spreads a warp's stores over the banks
 #define SUM_BYTES (TOKENS * SUM_STRIDE * 4)
 
@@ -39,6 +41,7 @@ struct Arguments {
   unsigned short *y;
   int M, N, blocks, chunks, slice, shift, token_tiles;
   float factor;
+  const float *table;  // the values of 16 codes
 };
 
 // Where the chunk of warpgroup `group` lies in a stage: x's tile and the 64 rows `rt` of the weight. All of x, aligned for
@@ -93,27 +96,32 @@ __device__ __forceinline__ void feed(const Arguments &p, u32 base, u32 full, u32
   }
 }
 
-// sum += the products of 64 columns, started and left running; what was started before is done afterwards.
-template <int HALF>
-__device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[4], const Tile &tile, u32 x) {
-  operands<HALF>(a, tile);
+// Hands over the products of 64 columns.
+__device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[4], u32 x) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");  // made before the fence
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4 * TOKENS_B; ++i)
-    wgmma(sum[i % TOKENS_B], a[i / TOKENS_B],
-          row_descriptor(x + HALF * X_HALF + i % TOKENS_B * TOKENS_N * 128 + i / TOKENS_B * 32));
+    wgmma(sum[i % TOKENS_B], a[i / TOKENS_B], row_descriptor(x + i % TOKENS_B * TOKENS_N * 128 + i / TOKENS_B * 32));
   wgmma_commit();
+}
+// sum += the products of 64 columns, started and left running; what was started before is done afterwards.
+template <int HALF>
+__device__ __forceinline__ void start_half(float (*sum)[TOKENS_N / 2], u32 (*a)[4], const Tile &tile, u32 x,
+                                           const Lookup &lookup) {
+  operands<HALF>(a, tile, lookup);
+  start_half(sum, a, x + HALF * X_HALF);
   wgmma_wait<1>();
 }
 
 // The same for 16 tokens and RT tiles with mma, which is done when it returns.
 template <int HALF>
-__device__ __forceinline__ void multiply_half(float (*sum)[TOKENS_N / 2], const Tile *tiles, u32 x, int lane) {
+__device__ __forceinline__ void multiply_half(float (*sum)[TOKENS_N / 2], const Tile *tiles, u32 x, int lane,
+                                              const Lookup &lookup) {
   u32 a[RT][4][4];
 #pragma unroll
-  for (int rt = 0; rt < RT; ++rt) operands<HALF>(a[rt], tiles[rt]);
+  for (int rt = 0; rt < RT; ++rt) operands<HALF>(a[rt], tiles[rt], lookup);
   const u32 token = (lane >> 4) * 8 + (lane & 7), piece = lane >> 3 & 1;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -125,11 +133,49 @@ __device__ __forceinline__ void multiply_half(float (*sum)[TOKENS_N / 2], const 
 }
 
 // A consumer warp: sum += its rows' products over its chunks of the slice.
+#if SUM_SCALE && TOKENS_N > 16
+// After each chunk, sums are read: brought into the units of the next. Its first operands are made before that, while the
+// tensor cores are at work; after the last chunk, from what is there once more.
 __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty, int first, int last,
-                                        int warp, int lane) {
+                                        int warp, int lane, const Lookup &lookup) {
+  u32 a[4][4], b[4][4], stage = 0, phase = 0;
+  const u32 in_group = warp % 4, row = in_group * 8 + lane / 4;
+  int chunk = first + warp / 4 % SPLIT;
+  if (chunk >= last) return;
+  Tile tile;
+  if (PHASE && warp >= 4) meet(1 + warp / 4, 256);
+  barrier_wait(full, 0);
+  read_tile<false>(tile, weights_at(base, 0, warp / 4, 0), in_group, row, lane);
+  operands<0>(a, tile, lookup);
+#pragma unroll 1
+  for (; chunk < last; chunk += SPLIT) {
+    const bool more = chunk + SPLIT < last;
+    const Units units(tile);
+    const u32 mine = stage, x = x_at(base, mine, warp / 4);
+    start_half(sum, a, x);
+    operands<1>(b, tile, lookup);
+    start_half(sum, b, x + X_HALF);
+    if (PHASE && chunk < first + SPLIT && warp < WARPS - 4) arrive(2 + warp / 4, 256);
+    wgmma_wait<1>();
+    if (more && ++stage == STAGES) stage = 0, phase ^= 1;
+    barrier_wait(full + stage * 8, phase);
+    read_tile<false>(tile, weights_at(base, stage, warp / 4, 0), in_group, row, lane);
+    operands<0>(a, tile, lookup);
+    wgmma_wait<0>();
+    rescale<TOKENS / 2>(sum[0], units, more ? Units(tile) : Units());
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + mine * 8);
+  }
+}
+#else
+__device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u32 full, u32 empty, int first, int last,
+                                        int warp, int lane, const Lookup &lookup) {
   [[maybe_unused]] u32 a[4][4], b[4][4], before = STAGES;  // the last barrier is for the stage that never was
   u32 stage = 0, phase = 0;
   const u32 in_group = warp % 4, row = in_group * 8 + lane / 4;
+#if SUM_SCALE
+  Units units[RT];
+#endif
 #pragma unroll 1
   for (int chunk = first + warp / 4 % SPLIT; chunk < last; chunk += SPLIT) {
     const u32 x = x_at(base, stage, warp / 4);
@@ -138,20 +184,29 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
 #pragma unroll
     for (int rt = 0; rt < RT; ++rt)
       read_tile<TOGETHER>(tiles[rt], weights_at(base, stage, warp / 4, rt), in_group, row, lane);
+#if SUM_SCALE
+#pragma unroll
+    for (int rt = 0; rt < RT; ++rt) rescale<TOKENS / 2>(sum[rt], units[rt], Units(tiles[rt])), units[rt] = Units(tiles[rt]);
+#endif
 #if TOKENS_N == 16
-    multiply_half<0>(sum, tiles, x, lane), multiply_half<1>(sum, tiles, x, lane);
+    multiply_half<0>(sum, tiles, x, lane, lookup), multiply_half<1>(sum, tiles, x, lane, lookup);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
 #else
-    start_half<0>(sum, a, tiles[0], x);
+    start_half<0>(sum, a, tiles[0], x, lookup);
     if (lane == 0) barrier_arrive(empty + before * 8);  // nothing reads the stage before any more
-    start_half<1>(sum, b, tiles[0], x);
+    start_half<1>(sum, b, tiles[0], x, lookup);
 #endif
     before = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
   wgmma_wait<0>();
+#if SUM_SCALE
+#pragma unroll
+  for (int rt = 0; rt < RT; ++rt) rescale<TOKENS / 2>(sum[rt], units[rt], Units());
+#endif
 }
+#endif
 
 // The block's share of the tile's tokens, four rows a thread: sums over the cluster, scaled, shifted, rounded.
 __device__ __forceinline__ void store(const Arguments &p, u32 sums, int row0, int token0, int rank) {
@@ -187,13 +242,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int token0 = block % p.token_tiles * TOKENS, row0 = block / p.token_tiles * ROWS;
   const int first = rank * p.slice, last = max(first, min(first + p.slice, p.chunks));
-  const u32 start = shared_address(shared), base = (start + 1023) & ~1023u;  // the swizzle repeats after 1024 bytes
+  const u32 start = shared_address(shared), base = behind_lookup(start);
   const u32 full = base + RING_BYTES, empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + i * 8, 1);
     for (int i = 0; i <= STAGES; ++i) barrier_init(empty + i * 8, WARPS);
     barrier_init_fence();
   }
+#if CODE == TABLE
+  fill_lookup(base - LOOKUP_BYTES, p.table, THREADS);
+#endif
   __syncthreads();
 
   if (warp >= WARPS) {
@@ -204,7 +262,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   } else {
     keep_registers<REGISTERS, REGISTERS != 0, true>();
     float sum[RT * TOKENS_B][TOKENS_N / 2] = {};
-    consume(sum, base, full, empty, first, last, warp, lane);
+    consume(sum, base, full, empty, first, last, warp, lane, Lookup(base - LOOKUP_BYTES, lane));
     wait_for_previous();
     // Not earlier: blocks of the next kernel would take the places left on some processors and crowd there.
     launch_dependents();

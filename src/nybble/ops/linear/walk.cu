@@ -30,6 +30,9 @@
 #define THREADS (32 * WARPS + 128)
 #define BAND 8  // tiles of tokens walked over together, so that what is being read fits the L2 cache
 #define SKEW 1
+#ifndef PHASE
+#define PHASE 2
+#endif
 // Registers of a thread: at the start, of feeders and of multipliers. More than the block has would be waited for for ever.
 #define AT_START (65536 / THREADS / 8 * 8)
 #define FEEDS 40
@@ -45,6 +48,7 @@ struct Arguments {
   u32 *ready;  // [blocks, 2], zeros: whether a block's part is there
   int M, N, blocks, chunks, shift, pairs, token_tiles, shared;
   float factor;
+  const float *table;  // the values of 16 codes
 };
 
 // What a cluster does next: chunks [begin, end) of a tile.
@@ -141,9 +145,13 @@ struct Walk {
     __syncwarp();
     if (lane < CLUSTER) arrive_at(memory.x_empty(before), lane);
   }
-  // The products of 64 columns, started and left running; what was started before is done afterwards.
-  template <int HALF> __device__ __forceinline__ void start(float *sum, u32 (*a)[4], const Tile &tile, bool keeps) {
-    operands<HALF>(a, tile);
+  __device__ __forceinline__ Lookup lookup() const { return Lookup(memory.base - LOOKUP_BYTES, lane); }
+  __device__ __forceinline__ void read(Tile &tile, u32 stage, u32 phase) const {
+    barrier_wait(memory.w_full(stage), phase);
+    read_tile<false>(tile, memory.w(stage, group), warp, 8 * warp + lane / 4, lane);
+  }
+  // Hands over the products of 64 columns.
+  __device__ __forceinline__ void start(float *sum, u32 (*a)[4], bool keeps) const {
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");  // made before the fence
     barrier_wait(memory.x_full(x.stage), x.phase);
@@ -151,10 +159,52 @@ struct Walk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) wgmma_registers(sum, a[i], row_descriptor(memory.x(x.stage) + i * 32), keeps || i);
     wgmma_commit();
-    wgmma_wait<1>();
-    release();  // nothing reads the stage before any more
+  }
+  // The stage before is done with, and this one comes next.
+  __device__ __forceinline__ void move_on() {
+    release();
     before = x.stage;
     x.next();
+  }
+#if SUM_SCALE
+  // sum = the products of `chunks` chunks. After each, sums are read: brought into the units of the next. Its first operands
+  // are made before that, while the tensor cores are at work; after the last chunk, from what is there once more.
+  __device__ __forceinline__ void multiply(float *sum, int chunks, bool leads) {
+    u32 a[4][4], b[4][4];
+    Tile tile;
+    read(tile, w.stage, w.phase);
+    operands<0>(a, tile, lookup());
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const bool more = chunk + 1 < chunks;
+      const Units units(tile);
+      const u32 stage = w.stage, phase = w.phase;
+      start(sum, a, chunk);
+      if (PHASE == 1 && leads && chunk == 0) arrive(3, 256);
+      operands<1>(b, tile, lookup());
+      move_on();
+      start(sum, b, true);
+      if (PHASE == 2 && leads && chunk == 0) arrive(3, 256);
+      wgmma_wait<1>();
+      w.next();
+      read(tile, more ? w.stage : stage, more ? w.phase : phase);
+      move_on();
+      if (lane == 0) barrier_arrive(memory.w_empty(stage));
+      operands<0>(a, tile, lookup());
+      if (PHASE == 3 && leads && chunk == 0) arrive(3, 256);
+      wgmma_wait<0>();
+      rescale<SUMS_OF_THREAD>(sum, units, more ? Units(tile) : Units());
+    }
+    release();
+    before = X_STAGES;
+  }
+#else
+  // The same, after which what was handed over before is done.
+  template <int HALF> __device__ __forceinline__ void start(float *sum, u32 (*a)[4], const Tile &tile, bool keeps) {
+    operands<HALF>(a, tile, lookup());
+    start(sum, a, keeps);
+    wgmma_wait<1>();
+    move_on();
   }
   // sum = the products of `chunks` chunks; the warpgroup that leads lets the other one start SKEW chunks later.
   __device__ __forceinline__ void multiply(float *sum, int chunks, bool leads) {
@@ -162,8 +212,7 @@ struct Walk {
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk, w.next()) {
       Tile tile;
-      barrier_wait(memory.w_full(w.stage), w.phase);
-      read_tile<false>(tile, memory.w(w.stage, group), warp, 8 * warp + lane / 4, lane);
+      read(tile, w.stage, w.phase);
       start<0>(sum, a, tile, chunk);
       if (lane == 0) barrier_arrive(memory.w_empty(w.stage));
       start<1>(sum, b, tile, true);
@@ -174,6 +223,7 @@ struct Walk {
     release();
     before = X_STAGES;
   }
+#endif
 };
 
 // Puts down the sums of a piece that another cluster finishes, by a warpgroup.
@@ -249,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     linear_walk(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank(), group = warp / 4;
-  const Memory memory = {(shared_address(shared) + 1023) & ~1023u};
+  const Memory memory = {behind_lookup(shared_address(shared))};
   Segments segments(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
   if (threadIdx.x == 0) {
     for (int i = 0; i < X_STAGES; ++i) barrier_init(memory.x_full(i), 1);
@@ -257,6 +307,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
     for (int i = 0; i < W_STAGES; ++i) barrier_init(memory.w_full(i), 1), barrier_init(memory.w_empty(i), WARPS);
     barrier_init_fence();
   }
+#if CODE == TABLE
+  fill_lookup(memory.base - LOOKUP_BYTES, p.table, THREADS);
+#endif
   cluster_sync();
   if (warp >= WARPS) {
     keep_registers<FEEDS, true, false>();

@@ -54,7 +54,7 @@ struct Tile {
       out[r] = zero_term(ZERO_POINT ? (int)(signed char)(zero[byte >> 2] >> (8 * (byte & 3))) : 0);
 #elif FOLD
       out[r] = folded_scale(scale, r, group);
-#elif CODE == FLOAT4
+#elif CODE == FLOAT4 || CODE == FLOAT8
       out[r] = POWER(X_BIAS - ELEMENT_BIAS);
 #else
       out[r] = 0;

@@ -20,6 +20,24 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Holds the compiler back: what is read of these registers is read after this point, what is written is written before.
+template <int Count> __device__ __forceinline__ void settle(int *registers) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+template <int Count> __device__ __forceinline__ void settle(float *registers) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+// Two floats rounded to 16 bits each.
+template <bool FP16> __device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  if (FP16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
 // Gives registers back, or takes more, a warpgroup at a time.
 template <int COUNT, bool MOVES, bool MORE> __device__ __forceinline__ void keep_registers() {
   if (!MOVES) return;
@@ -61,6 +79,12 @@ __device__ __forceinline__ void bulk_tensor(u32 to, const TensorMap *map, int co
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 template <int THREADS_MEETING> __device__ __forceinline__ void consumers_sync() {
   asm volatile("barrier.sync 1, %0;" ::"n"(THREADS_MEETING) : "memory");
 }
