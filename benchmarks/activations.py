@@ -1,6 +1,6 @@
 """Linears with narrow activations on a GPU, beside cuBLAS in bf16 and the libraries' own narrow products.
 
-    python benchmarks/activations.py [--out FILE] [--commit HASH]
+    python benchmarks/activations.py [--fp8] [--out FILE] [--commit HASH]
 
 For each shape: cuBLAS bf16; our products alone, every plan, and the whole linear with its pass over the activations
 (ops/quantize_rows); `torch._int_mm` alone and followed by the rescale as two elementwise passes; `torch._scaled_mm`
@@ -29,7 +29,7 @@ import record
 from nybble.bench import machine, timed
 from nybble.errors import Mismatch
 from nybble.formats import table
-from nybble.ops.linear import LINEAR, cuda, gpu, linear, narrow, narrow_cuda, triton
+from nybble.ops.linear import LINEAR, cuda, gpu, linear, narrow, narrow_cuda, narrow_fp8, triton
 from nybble.ops.quantize_rows import quantize_rows
 from nybble.planner import granularity, machines
 from nybble.quantize import QuantTensor, elements, quantize
@@ -101,9 +101,9 @@ class Shape:
         p = narrow.Problem(self.m, self.n, self.k, w.format, a.format, torch.bfloat16, cuda.machine(0))
         ys = [torch.empty_like(reference) for _ in range(2)]
         formats = {"weight": weight, "activation": activation}
-        for kernel in (narrow_cuda, triton):
+        for kernel in (narrow_fp8 if p.float8 else narrow_cuda, triton):
             plans = kernel.plans(p)[: 1 if fastest or kernel is triton else None]
-            for plan in plans if kernel is narrow_cuda or (self.n, weight) == (14336, W8A8[0]) else ():
+            for plan in plans if kernel is not triton or (self.n, weight) == (14336, W8A8[0]) else ():
 
                 def call(i: int, kernel: Any = kernel, plan: Any = plan) -> Tensor:
                     kernel.run(a, weights[i], None, p, plan, ys[i % 2])
@@ -172,6 +172,17 @@ def _deep_gemm(x: Tensor, x_scale: Tensor, weights: list[Tensor], w_scale: Tenso
     return y
 
 
+def fp8_rows() -> Iterator[Row]:
+    """FP8 alone: its products, the whole linear, the libraries'."""
+    for m in (2048, 4096):
+        for n, k in LLAMA:
+            shape = Shape(m, n, k)
+            yield shape.row("cuBLAS bf16", shape.base)
+            for pair in FP8:
+                yield from shape.ours(*pair, whole=True)
+            yield from shape.floats()
+
+
 def rows() -> Iterator[Row]:
     """Everything that is measured."""
     for m in (2048, 4096):
@@ -200,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
+    parser.add_argument("--fp8", action="store_true", help="FP8 alone")
     options = parser.parse_args()
     h200 = machines.get("h200")
     model = {str(g): granularity.exposed(h200, g) for g in granularity.GROUPS}
@@ -207,7 +219,7 @@ def main() -> None:
         "what": "linears with narrow activations", **machine(), "commit": options.commit or record.head(),
         "exposed_by_the_model": model, "rows": [],
     }  # fmt: skip
-    for row in rows():
+    for row in fp8_rows() if options.fp8 else rows():
         result["rows"].append(row)
         if options.out:
             record.write(options.out, result)

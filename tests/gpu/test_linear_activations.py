@@ -17,7 +17,10 @@ GROUPED = (
     ("int8_g128", "int8_token"), ("int4_g128", "int8_token"), ("int4_g128", "int4_g128"), ("int4_g64", "int4_g64"),
     ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"),
 )  # fmt: skip
-FLOATS = (("fp8_channel", "fp8_token"), ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"))
+FLOATS = (
+    ("fp8_channel", "fp8_token"), ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"),
+    ("fp8_channel", "fp8_g128"), ("fp8_block128", "fp8_token"),
+)  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -26,9 +29,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def kernels() -> list[ModuleType]:
-    from nybble.ops.linear import narrow_cuda, narrow_torch, triton
+    from nybble.ops.linear import narrow_cuda, narrow_fp8, narrow_torch, triton
 
-    return [triton] if torch.cuda.get_device_capability() != (9, 0) else [narrow_torch, narrow_cuda, triton]
+    if torch.cuda.get_device_capability() != (9, 0):
+        return [triton]
+    return [narrow_torch, narrow_fp8, narrow_cuda, triton]
 
 
 def multiply(a: QuantTensor, w: QuantTensor, bias: torch.Tensor | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:

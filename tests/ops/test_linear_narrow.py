@@ -12,14 +12,15 @@ import torch
 
 from conftest import interpreter_loops
 from nybble.formats import table
-from nybble.ops.linear import LINEAR, narrow, narrow_cuda, narrow_torch, narrow_tune, triton
+from nybble.ops.linear import LINEAR, narrow, narrow_cuda, narrow_fp8, narrow_torch, narrow_tune, triton
 from nybble.quantize import QuantTensor, elements, layouts, quantize
 
 EXACT = (("int8_channel", "int8_token"), ("int4_channel", "int8_token"), ("int4_channel", "int4_token"))
 PAIRS = (
     *EXACT, ("int8_g128", "int8_token"), ("int4_g128", "int8_token"), ("int4_g128", "int4_g128"),
     ("int4_g64", "int4_g64"), ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"), ("fp8_channel", "fp8_token"),
-    ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"),
+    ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"), ("fp8_channel", "fp8_g128"),
+    ("fp8_block128", "fp8_token"),
 )  # fmt: skip
 SHAPES = ((0, 5, 16), (1, 1, 1), (3, 17, 129), (18, 130, 200), (5, 48, 320), (2, 3, 576))
 
@@ -142,6 +143,23 @@ def test_hopper_refuses_with_the_values_seen() -> None:
         assert why in (narrow_cuda.refusal(p) or ""), why
 
 
+def test_fp8s_own_kernel_refuses_other_codes_and_scales_of_other_blocks() -> None:
+    assert narrow_fp8.refusal(problem(65, 4096, 4096, "fp8_block128", "fp8_g128")) is None
+    for p, why in (
+        (problem(64, 4096, 4096, "fp8_block128", "fp8_g128"), "there are 64"),
+        (problem(65, 4096, 4096, "int8_channel", "int8_token"), "multiplies FP8"),
+        (problem(65, 4096, 4096, "fp8_g128", "fp8_token"), "for 128 rows"),
+    ):
+        assert why in (narrow_fp8.refusal(p) or ""), why
+
+
+def test_fp8s_wide_tiles_go_where_they_fill_the_machine() -> None:
+    blocks = ("fp8_block128", "fp8_g128")
+    assert narrow_fp8.plans(problem(2048, 14336, 4096, *blocks))[0].columns == 256
+    # 32 tiles of a pair where 66 pairs are, or 64
+    assert narrow_fp8.plans(problem(2048, 1024, 4096, *blocks))[0].columns == 128
+
+
 def test_the_library_refuses_what_does_not_lie_as_it_wants() -> None:
     rows, blocks = ("fp8_channel", "fp8_token"), ("fp8_block128", "fp8_g128")
     assert narrow_torch.refusal(problem(1, 4096, 4096, *rows)) is None
@@ -173,9 +191,10 @@ def test_plans_fit_the_machine_and_fill_it_evenly() -> None:
     for weight, activation in PAIRS:
         for m, n, k in ((2048, 4096, 4096), (4096, 4608, 53248), (100, 64, 64)):
             p = problem(m, n, k, weight, activation)
-            plans = narrow_cuda.plans(p)
-            assert plans
-            assert all(plan.shared_bytes(p) <= p.machine.shared_bytes for plan in plans)
+            for kernel in (narrow_cuda, narrow_fp8) if p.float8 else (narrow_cuda,):
+                plans = kernel.plans(p)
+                assert plans
+                assert all(plan.shared_bytes(p) <= p.machine.shared_bytes for plan in plans)
     # 4608 rows by 4096 tokens: five rounds of tiles of 256 tokens, six of 192
     assert narrow_cuda.plans(problem(4096, 4608, 4608, "int8_channel", "int8_token"))[0].tokens == 192
     assert narrow_cuda.plans(problem(2048, 4096, 4096, "int8_channel", "int8_token"))[0].tokens == 256
@@ -187,9 +206,11 @@ def test_the_kernel_compiles_for_hopper(weight: str, activation: str) -> None:
 
     if _nvrtc.available():
         pytest.skip(_nvrtc.available())
-    for plan in narrow_cuda.plans(p := problem(2048, 4096, 4096, weight, activation)):
-        defines = {**plan.defines(p), "W_SCALE": 0 if p.weight.scale.name == "bf16" else 2}
-        assert _nvrtc.build(narrow_cuda.SOURCE, defines, "90a")[:4] == b"\x7fELF"
+    p = problem(2048, 4096, 4096, weight, activation)
+    for kernel in (narrow_cuda, narrow_fp8) if p.float8 else (narrow_cuda,):
+        for plan in kernel.plans(p):
+            defines = {**plan.defines(p), "W_SCALE": 0 if p.weight.scale.name == "bf16" else 2}
+            assert _nvrtc.build(kernel.SOURCE, defines, "90a")[:4] == b"\x7fELF"
 
 
 def test_a_measured_choice_is_kept_and_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

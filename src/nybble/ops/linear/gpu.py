@@ -18,11 +18,12 @@ from torch import Tensor
 from nybble.errors import BadInput, Unsupported
 from nybble.formats.spec import BlockFormat
 from nybble.ops._declare import Implementation
-from nybble.ops.linear import cuda, narrow, narrow_cuda, narrow_torch, narrow_tune, triton, triton_scaled
+from nybble.ops.linear import cuda, narrow, narrow_cuda, narrow_fp8, narrow_torch, narrow_tune, triton, triton_scaled
 from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor, quantize
 
 KERNELS: dict[str, ModuleType] = {
+    "linear_narrow_fp8_cuda_sm90": narrow_fp8,
     "linear_narrow_torch": narrow_torch,
     "linear_narrow_cuda_sm90": narrow_cuda,
     "linear_narrow_triton": triton,

@@ -8,18 +8,20 @@
 // multiplies while the other rescales and stores.
 //
 // Sums are exact in int32 where a scale covers a row. With FOLD they are taken out every FOLD steps of 32 columns,
-// multiplied by the group's scales and added up in float32, while the tensor cores fill a second set. 4-bit codes are widened in registers, to sixteen times
-// their value: `nibble << 4` is a byte of two's complement, and 1/16 goes into the last factor.
+// multiplied by the group's scales and added up in float32, while the tensor cores fill a second set. 4-bit codes are
+// widened in registers, to sixteen times their value: `nibble << 4` is a byte of two's complement, and 1/16 goes into the
+// last factor.
 //
-// Definitions: FLOAT8 (e4m3, else int8), NIBBLES, TOKENS (128, 192, 256; with FOLD 128), STAGES, FOLD (0: never, 1, 2, 4), W_GROUPED,
-// X_GROUPED (whether scales change along K, with FOLD), W_BLOCKS (whether 128 rows share a scale), W_SCALE (0 bf16,
-// 1 fp16, 2 fp32), Y_FP16.
+// Definitions: FLOAT8 (e4m3, else int8), NIBBLES, TOKENS (128, 192, 256; with FOLD 128), STAGES, FOLD (0: never, 1, 2, 4),
+// W_GROUPED, X_GROUPED (whether scales change along K, with FOLD), W_BLOCKS (whether 128 rows share a scale), W_SCALE (0
+// bf16, 1 fp16, 2 fp32), Y_FP16.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #include "async.cuh"
 #include "wgmma.cuh"
 #include "wgmma_many.cuh"
 #include "cluster.cuh"
+#include "narrow.cuh"
 
 #define ROWS 128
 #define CHUNK 128  // columns, and bytes of a row of x
@@ -63,21 +65,6 @@ struct Memory {
   __device__ __forceinline__ u32 full(u32 stage) const { return row(2) + stage * 8; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES) + stage * 8; }  // one more, for nothing
 };
-
-__device__ __forceinline__ float half_float(unsigned short half, bool fp16) {
-  float wide = __uint_as_float((u32)half << 16);
-  if (fp16) asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
-  return wide;
-}
-__device__ __forceinline__ float w_scale(const Arguments &p, int n, int group) {
-  const long long at = (long long)(min(n, p.N - 1) >> p.w_shift) * p.groups + min(group, p.groups - 1);
-  return W_SCALE == 2 ? ((const float *)p.w_scale)[at] : half_float(((const unsigned short *)p.w_scale)[at], W_SCALE);
-}
-__device__ __forceinline__ float2 read_two(u32 from) {
-  float2 two;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(from));
-  return two;
-}
 
 // The feeding lane: asks for every chunk of every tile, as stages come free in both blocks.
 __device__ __forceinline__ void feed(const Arguments &p, const Memory &memory, int first, int step, int rank) {
@@ -286,7 +273,9 @@ __device__ __forceinline__ void store(const Arguments &p, const Memory &memory, 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
     linear_narrow(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank(), group = warp / 4;
+  // From a shuffle the compiler learns that a warp's threads agree on it; with two sets of sums it then spills more.
+  const int warp = FOLD ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32, rank = cluster_rank(), group = warp / 4;
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   const Memory memory = {(shared_address(shared) + 1023) & ~1023u};
   if (threadIdx.x == 0) {

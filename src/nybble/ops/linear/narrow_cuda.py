@@ -119,7 +119,7 @@ def run(a: QuantTensor, w: QuantTensor, bias: Tensor | None, p: Problem, plan: P
         _nvrtc.tensor_map(codes.data_ptr(), (p.m, p.k), p.k, (plan.tokens // CLUSTER, CHUNK), False, 1),
         _nvrtc.tensor_map(y.data_ptr(), (p.m, p.n), p.n, (_OUT_TOKENS, _OUT_COLUMNS), fp16),
         w_scale.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), p.m, p.n, _chunks(p),
-        pairs, token_tiles, groups, pitch, _shift(p),
+        pairs, token_tiles, groups, pitch, shift(p),
     )  # fmt: skip
     found = {**plan.defines(p), "W_SCALE": _SCALES[w.scale.dtype]}
     kernel = _kernel(tuple(sorted(found.items())), device)
@@ -134,7 +134,7 @@ def _chunks(p: Problem) -> int:
     return -(-chunks // row) * row
 
 
-def _shift(p: Problem) -> int:
+def shift(p: Problem) -> int:
     """log2 of the rows of W that share a scale."""
     rows = p.weight.block[0]
     return 31 if rows is None else rows.bit_length() - 1

@@ -52,7 +52,7 @@ def _narrow_kernel(
     c = tl.arange(0, COLUMNS)
     x_at = x + (t % m).to(tl.int64)[:, None] * k  # rows beyond the end are other rows once more: never stored
     w_at = w + (r % n).to(tl.int64)[:, None] * w_row
-    s_at = (r % n) // w_shift * groups
+    s_at = (r % n) // w_shift * (groups if W_GROUPED else 1)
     kind: tl.constexpr = tl.float32 if FLOAT8 else tl.int32
     sums = tl.zeros((TOKENS, ROWS), kind)
     total = tl.zeros((TOKENS, ROWS), tl.float32)
