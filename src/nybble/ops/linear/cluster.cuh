@@ -31,6 +31,12 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
   asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r]; }"
                ::"r"(barrier), "r"(rank) : "memory");
 }
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive(int barrier, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 // Four 8x8 matrices of 16-bit values, transposed; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(u32 to, const u32 *from) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"

@@ -12,9 +12,8 @@
 #define ZERO_TILE (8 * ROW_ZERO_BYTES)
 #define GROUP_BYTES (4 * (TILE_BYTES + SCALE_TILE + ZERO_TILE))  // what 64 rows have of a chunk: codes, scales, zeros
 
-// A table's values in shared memory, [16 codes][64 words, 32 of them in use], at a multiple of its size: a bank for every
-// lane, and a code's address is its bank's with the code as the second byte.
-#define LOOKUP_BYTES (CODE == TABLE ? 16 * 256 : 0)
+// A table's values in shared memory, [16 codes][32 lanes], at a multiple of its size: a bank for every lane.
+#define LOOKUP_BYTES (CODE == TABLE ? 16 * 128 : 0)
 
 // The first address from `start` on that suits the swizzles, with room for a table before it.
 __device__ __forceinline__ u32 behind_lookup(u32 start) {
@@ -22,18 +21,17 @@ __device__ __forceinline__ u32 behind_lookup(u32 start) {
 }
 #if CODE == TABLE
 __device__ __forceinline__ void fill_lookup(u32 to, const float *values, int threads) {
-  for (int i = threadIdx.x; i < 16 * 32; i += threads)
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i / 32 * 256 + i % 32 * 4), "f"(values[i / 32]) : "memory");
+  for (int i = threadIdx.x; i < LOOKUP_BYTES / 4; i += threads)
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + i * 4), "f"(values[i / 32]) : "memory");
 }
-// The value of the code in byte AT of `codes`.
-template <int AT> __device__ __forceinline__ float look_up(u32 codes, u32 bank) {
+// The value of the code AT bits up in `word`.
+template <int AT> __device__ __forceinline__ float look_up(u32 word, u32 bank) {
   float value;
-  asm("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(__byte_perm(codes, bank, 0x7604 | AT << 4)));
+  asm("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(and_or(shift_left<7 - AT>(word), LOOKUP_BYTES - 128, bank)));
   return value;
 }
-// A pair of the step whose even or odd codes are given, a byte each.
-template <int PAIR> __device__ __forceinline__ u32 scaled_pair(u32 codes, u32 bank, float scale) {
-  return pack<X_FP16>(look_up<PAIR / 2>(codes, bank) * scale, look_up<PAIR / 2 + 2>(codes, bank) * scale);
+template <int PAIR> __device__ __forceinline__ u32 scaled_pair(u32 word, u32 bank, float scale) {
+  return pack<X_FP16>(look_up<4 * PAIR>(word, bank) * scale, look_up<4 * PAIR + 16>(word, bank) * scale);
 }
 #endif
 
@@ -72,10 +70,10 @@ __device__ __forceinline__ void operands(u32 (*a)[4], const Tile &tile, [[maybe_
   for (int i = 0; i < 4; ++i) {
     const int j = HALF * 4 + i, group = j * GROUPS / STEPS;
 #if CODE == TABLE
-    const u32 even = tile.codes[j] & 0x0F0F0F0F, odd = tile.codes[j] >> 4 & 0x0F0F0F0F, bank = lookup.bank;
+    const u32 word = tile.codes[j], bank = lookup.bank;
     const float low = scale_value(tile.scale, group), high = scale_value(tile.scale, GROUPS + group);
-    a[i][0] = scaled_pair<0>(even, bank, low * lookup.up[0]), a[i][1] = scaled_pair<1>(odd, bank, high * lookup.up[0]);
-    a[i][2] = scaled_pair<2>(even, bank, low * lookup.up[1]), a[i][3] = scaled_pair<3>(odd, bank, high * lookup.up[1]);
+    a[i][0] = scaled_pair<0>(word, bank, low * lookup.up[0]), a[i][1] = scaled_pair<1>(word, bank, high * lookup.up[0]);
+    a[i][2] = scaled_pair<2>(word, bank, low * lookup.up[1]), a[i][3] = scaled_pair<3>(word, bank, high * lookup.up[1]);
 #else
     u32 terms[2], scales[2] = {};
     tile.terms(group, terms);

@@ -11,7 +11,7 @@ MMA_TOKENS = 16
 """Go through mma rather than wgmma."""
 _BLOCK_ROWS = 64
 _AVERAGED = 64
-_ALIGNMENT, _BARRIERS, _LOOKUP = 1024, 256, 4096
+_ALIGNMENT, _BARRIERS, _LOOKUP = 1024, 256, 2048
 _REGISTERS = 65536
 _FROM_L2 = 46  # bytes that a processor gets from the L2 cache in a cycle, while all of them fetch
 _RING = 64 * 1024  # bytes of a processor's rings that hide the memory's latency

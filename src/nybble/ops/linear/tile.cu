@@ -27,9 +27,6 @@
 #define CHUNK_BYTES (2 * X_HALF + RT * ROW_GROUPS * GROUP_BYTES)
 #define RING_BYTES (STAGES * SPLIT * CHUNK_BYTES)
 #define TOGETHER (TOKENS_N == 16)  // whether lanes share the work on scales
-#ifndef PHASE
-#define PHASE (TOKENS >= 128 && (SPLIT == 1 || ROW_GROUPS == 1))
-#endif
 #define SUM_STRIDE (ROWS + 4)  // of a token's sums: spreads a warp's stores over the banks
 #define SUM_BYTES (TOKENS * SUM_STRIDE * 4)
 
@@ -143,7 +140,6 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
   int chunk = first + warp / 4 % SPLIT;
   if (chunk >= last) return;
   Tile tile;
-  if (PHASE && warp >= 4) meet(1 + warp / 4, 256);
   barrier_wait(full, 0);
   read_tile<false>(tile, weights_at(base, 0, warp / 4, 0), in_group, row, lane);
   operands<0>(a, tile, lookup);
@@ -155,7 +151,6 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
     start_half(sum, a, x);
     operands<1>(b, tile, lookup);
     start_half(sum, b, x + X_HALF);
-    if (PHASE && chunk < first + SPLIT && warp < WARPS - 4) arrive(2 + warp / 4, 256);
     wgmma_wait<1>();
     if (more && ++stage == STAGES) stage = 0, phase ^= 1;
     barrier_wait(full + stage * 8, phase);

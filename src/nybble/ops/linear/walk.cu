@@ -30,9 +30,6 @@
 #define THREADS (32 * WARPS + 128)
 #define BAND 8  // tiles of tokens walked over together, so that what is being read fits the L2 cache
 #define SKEW 1
-#ifndef PHASE
-#define PHASE 2
-#endif
 // Registers of a thread: at the start, of feeders and of multipliers. More than the block has would be waited for for ever.
 #define AT_START (65536 / THREADS / 8 * 8)
 #define FEEDS 40
@@ -168,7 +165,8 @@ struct Walk {
   }
 #if SUM_SCALE
   // sum = the products of `chunks` chunks. After each, sums are read: brought into the units of the next. Its first operands
-  // are made before that, while the tensor cores are at work; after the last chunk, from what is there once more.
+  // are made before that, while the tensor cores are at work; after the last chunk, from what is there once more. The other
+  // warpgroup starts half a chunk later, and multiplies while this one reads.
   __device__ __forceinline__ void multiply(float *sum, int chunks, bool leads) {
     u32 a[4][4], b[4][4];
     Tile tile;
@@ -180,18 +178,16 @@ struct Walk {
       const Units units(tile);
       const u32 stage = w.stage, phase = w.phase;
       start(sum, a, chunk);
-      if (PHASE == 1 && leads && chunk == 0) arrive(3, 256);
       operands<1>(b, tile, lookup());
       move_on();
       start(sum, b, true);
-      if (PHASE == 2 && leads && chunk == 0) arrive(3, 256);
+      if (leads && chunk == 0) arrive(3, 256);
       wgmma_wait<1>();
       w.next();
       read(tile, more ? w.stage : stage, more ? w.phase : phase);
       move_on();
       if (lane == 0) barrier_arrive(memory.w_empty(stage));
       operands<0>(a, tile, lookup());
-      if (PHASE == 3 && leads && chunk == 0) arrive(3, 256);
       wgmma_wait<0>();
       rescale<SUMS_OF_THREAD>(sum, units, more ? Units(tile) : Units());
     }

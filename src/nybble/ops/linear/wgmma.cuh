@@ -79,12 +79,6 @@ __device__ __forceinline__ void bulk_tensor(u32 to, const TensorMap *map, int co
                ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive(int barrier, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 template <int THREADS_MEETING> __device__ __forceinline__ void consumers_sync() {
   asm volatile("barrier.sync 1, %0;" ::"n"(THREADS_MEETING) : "memory");
 }
