@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu(capability=(8, 0))
 EXACT = (("int8_channel", "int8_token"), ("int4_channel", "int8_token"), ("int4_channel", "int4_token"))
 GROUPED = (
     ("int8_g128", "int8_token"), ("int4_g128", "int8_token"), ("int4_g128", "int4_g128"), ("int4_g64", "int4_g64"),
-    ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"),
+    ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"), ("int8_channel", "int8_g128"),
 )  # fmt: skip
 FLOATS = (
     ("fp8_channel", "fp8_token"), ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"),

@@ -17,10 +17,10 @@ from nybble.quantize import QuantTensor, elements, layouts, quantize
 
 EXACT = (("int8_channel", "int8_token"), ("int4_channel", "int8_token"), ("int4_channel", "int4_token"))
 PAIRS = (
-    *EXACT, ("int8_g128", "int8_token"), ("int4_g128", "int8_token"), ("int4_g128", "int4_g128"),
-    ("int4_g64", "int4_g64"), ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"), ("fp8_channel", "fp8_token"),
-    ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"), ("fp8_channel", "fp8_g128"),
-    ("fp8_block128", "fp8_token"),
+    *EXACT, ("int8_channel", "int8_g128"), ("int8_g128", "int8_token"), ("int4_g128", "int8_token"),
+    ("int4_g128", "int4_g128"), ("int4_g64", "int4_g64"), ("int4_g32", "int4_g32"), ("int4_g32", "int8_token"),
+    ("fp8_channel", "fp8_token"), ("fp8_tensor", "fp8_token"), ("fp8_block128", "fp8_g128"),
+    ("fp8_channel", "fp8_g128"), ("fp8_block128", "fp8_token"),
 )  # fmt: skip
 SHAPES = ((0, 5, 16), (1, 1, 1), (3, 17, 129), (18, 130, 200), (5, 48, 320), (2, 3, 576))
 

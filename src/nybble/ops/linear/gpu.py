@@ -3,8 +3,8 @@
 With activations in eight or four bits the input is quantized in one pass (ops/quantize_rows), and the product of the
 codes is rescaled as it leaves: `product` takes what that pass gives, so that a caller who fuses it with a
 normalization or a gate can call the product alone. FP8 goes through cuBLAS where its layouts fit, on Hopper many
-tokens go through narrow.cu, and everything else that narrow.py describes goes through Triton. NVFP4 and MXFP4 with
-quantized inputs are triton_scaled.py's.
+tokens go through narrow_fp8.cu or narrow.cu, and everything else that narrow.py describes goes through Triton. NVFP4
+and MXFP4 with quantized inputs are triton_scaled.py's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from nybble.ops.quantize_rows import quantize_rows
 from nybble.quantize import QuantTensor, quantize
 
 KERNELS: dict[str, ModuleType] = {
-    "linear_narrow_fp8_cuda_sm90": narrow_fp8,
     "linear_narrow_torch": narrow_torch,
+    "linear_narrow_fp8_cuda_sm90": narrow_fp8,
     "linear_narrow_cuda_sm90": narrow_cuda,
     "linear_narrow_triton": triton,
 }

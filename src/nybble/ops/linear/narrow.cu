@@ -273,9 +273,7 @@ __device__ __forceinline__ void store(const Arguments &p, const Memory &memory, 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
     linear_narrow(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(1024) char shared[];
-  // From a shuffle the compiler learns that a warp's threads agree on it; with two sets of sums it then spills more.
-  const int warp = FOLD ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int lane = threadIdx.x % 32, rank = cluster_rank(), group = warp / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank(), group = warp / 4;
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   const Memory memory = {(shared_address(shared) + 1023) & ~1023u};
   if (threadIdx.x == 0) {

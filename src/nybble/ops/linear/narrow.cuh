@@ -1,4 +1,4 @@
-// What the kernels of narrow products share: W's scales, and floats in shared memory.
+// What the kernels of narrow products share: W's scales, floats and matrices in shared memory, a look at a barrier.
 // Definitions: W_GROUPED (whether they change along K), W_SCALE (0 bf16, 1 fp16, 2 fp32).
 #pragma once
 
@@ -26,4 +26,16 @@ __device__ __forceinline__ float2 read_two(u32 from) {
 }
 __device__ __forceinline__ void write_float(u32 to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+// Four 8x8 matrices of 16-bit values as they are; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_rows(u32 to, const u32 *from) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+}
+// Whether a barrier's phase is over, without waiting for it.
+__device__ __forceinline__ bool barrier_over(u32 barrier, u32 parity) {
+  u32 over;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+  return over;
 }

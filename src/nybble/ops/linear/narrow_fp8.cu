@@ -69,18 +69,6 @@ struct Memory {
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(STAGES) + stage * 8; }
 };
 
-__device__ __forceinline__ bool barrier_over(u32 barrier, u32 parity) {
-  u32 over;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
-  return over;
-}
-// Four 8x8 matrices of 16-bit values as they are; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_rows(u32 to, const u32 *from) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-
 // The feeding lane: asks for every chunk of every tile, as stages come free in both blocks.
 __device__ __forceinline__ void feed(const Arguments &p, const Memory &memory, int rank) {
   Ring<STAGES> turn = {0, 1};
