@@ -102,7 +102,7 @@ def linear(record: Record) -> str:
         "weight's TB/s, where "
         f"a copy reaches {record['copy_tb_per_s']:.2f}. {record['note']} What was tried and where the time goes is "
         f"in [LOG.md](../LOG.md).\n\n{table(['weight', 'x', 'M', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
-        "![speed over cuBLAS against M](../benchmarks/results/h200/linear.png)"
+        f"![speed over cuBLAS against M](../benchmarks/results/h200/{record.get('picture', 'linear.png')})"
     )
 
 
@@ -335,6 +335,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Whole-model decoding on an H200, an earlier run", "h200/decode-llama-8b-91a84fb.json", decode),
     ("Whole-model decoding on an H200, the first run", "h200/decode-llama-8b-ad507c8.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
+    ("NF4 and FP8 by block on an H200", "h200/linear-nf4-fp8block.json", linear),
     ("Beside rivals on an H200", "h200/linear-rivals.json", rivals),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("Producers on an H200", "h200/producers.json", producers),

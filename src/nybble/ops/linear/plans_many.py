@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from nybble.ops.linear.macros import COLUMNS, ROWS, describe, tile_refusal
+from nybble.ops.linear.macros import COLUMNS, ROWS, describe, sums_take_scale, tile_refusal
 from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
 
 MMA_TOKENS = 16
@@ -33,6 +34,39 @@ def hopper_refusal(p: Problem) -> str | None:
     if p.k < _AVERAGED:
         return f"its roundings of the weight need more than K = {p.k} terms to average out"
     return tile_refusal(p.format, p.fp16, p.usual)
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What a chunk of 64 rows costs by the kind of weight.
+
+    Attributes:
+        decode: work on the elements in tile.cu, in that of 4-bit integers; mma_decode: the same for 16 tokens.
+        alone, mma_alone: cycles of a chunk that only another warpgroup's would fill.
+        again: microseconds between one round of tile.cu's blocks and the next, up to 64 tokens.
+        walk: cycles of a block of walk.cu beyond those of 4-bit integers, with 256 tokens and with 128.
+    """
+
+    decode: float
+    mma_decode: float
+    alone: float = 130.0
+    mma_alone: float = 420.0
+    again: float = 0.0
+    walk: tuple[float, float] = (0.0, 0.0)
+
+
+# 8-bit floats whose scales the sums take, and tables; fitted to benchmarks/results/h200/linear-nf4-fp8block.json.
+_SUMS = _Pace(1.27, 1.52, 310.0, 620.0, 2.0, (305.0, 615.0))
+_LOOK_UPS = _Pace(1.99, 3.35, 230.0, 1100.0, 2.0, (420.0, 595.0))
+_TABLE_FILLED = 1.05  # microseconds that a block of widen.cu takes to fill its table
+
+
+def _pace(p: Problem) -> _Pace:
+    if sums_take_scale(p.format):
+        return _SUMS
+    found = describe(p.format)
+    decode = DECODE[found["CODE"]] / DECODE[0]
+    return _LOOK_UPS if found["TABLE_BYTES"] else _Pace(decode, decode)
 
 
 def _around(p: Problem) -> int:
@@ -140,14 +174,14 @@ class Tile:
     def _round(self, p: Problem, resident: int) -> float:
         """Cycles in which every warpgroup of `resident` blocks takes one chunk."""
         units = resident * self.warpgroups * self.tiles  # of 64 rows x 128 columns
-        decode = DECODE[describe(p.format)["CODE"]] / DECODE[0]
+        pace = _pace(p)
         if self.tokens == MMA_TOKENS:
-            shared = 30 / (self.groups * self.tiles) + (265 if self.tiles == 1 else 246) * (1 + decode) / 2
-            return max(420.0 + 150 * (self.tiles - 1), units * shared)
+            shared = 30 / (self.groups * self.tiles) + (265 if self.tiles == 1 else 246) * (1 + pace.mma_decode) / 2
+            return max(pace.mma_alone + 150 * (self.tiles - 1), units * shared)
         tokens = self.tokens * self.wgmmas
         fetched = 4 * describe(p.format)["TILE_BYTES"] + tokens * 2 * COLUMNS / self.groups  # of a unit, from L2
-        work = 225 * decode + tokens * (2.2 + (0.007 if tokens <= 64 else 0.0043) * tokens)
-        return max(130 / units + units * work, units * fetched / _FROM_L2)
+        work = 225 * pace.decode + tokens * (2.2 + (0.007 if tokens <= 64 else 0.0043) * tokens)
+        return max(pace.alone / units + units * work, units * fetched / _FROM_L2)
 
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
@@ -161,9 +195,8 @@ class Tile:
         )
         busy = rounds * -(-self.slice_chunks(p) // self.split) * self._round(p, resident) * slow / PER_MICROSECOND
         busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
-        end = (
-            2.6 + tokens * self.warpgroups * self.tiles / 250 + (_AGAIN * (rounds - 1) / resident if p.m > 64 else 0.0)
-        )
+        again = _AGAIN if p.m > 64 else _pace(p).again
+        end = 2.6 + tokens * self.warpgroups * self.tiles / 250 + again * (rounds - 1) / resident
         meeting = 0.6 + 0.004 * self.cluster * tokens if self.cluster > 1 else 0.0
         meeting += 0.3 if self.split > 1 and self.tokens > MMA_TOKENS else 0.0
         return max(busy, p.memory_time * 1.1) + end + meeting
@@ -196,7 +229,9 @@ class Widen:
         dense, speed = 2e-6 * p.n * p.k, p.machine.terabytes_per_second
         product = 2e-6 * p.m * p.n * p.k / (_DENSE_TFLOPS * p.machine.processors)
         product *= _DENSE_TFLOPS / _WARM_TFLOPS if product > _WARM else 1.0
-        return 4.0 + 1.5 * (p.memory_time + dense / speed) + max(product, 1.1 * dense / speed)
+        filled = _TABLE_FILLED if describe(p.format)["TABLE_BYTES"] else 0.0
+        tables = filled * math.prod(self.grid(p)) / p.machine.processors
+        return 4.0 + tables + 1.5 * (p.memory_time + dense / speed) + max(product, 1.1 * dense / speed)
 
 
 @dataclass(frozen=True)
@@ -265,7 +300,7 @@ class Walk:
         """Predicted microseconds."""
         tiles, clusters, shared = self.tiles(p), self.clusters(p), self.shared_tiles(p)
         most = -(-tiles * p.chunks // clusters) if shared else -(-tiles // clusters) * p.chunks
-        busy = most * (8.2 * self.tokens + 250) / PER_MICROSECOND
+        busy = most * (8.2 * self.tokens + 250 + _pace(p).walk[self.tokens < 256]) / PER_MICROSECOND
         busy *= 1.05 if 2 * min(p.m, _BAND * self.tokens) * p.k > _L2 else 1.0
         busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
         pieces = -(-p.chunks // most) + 1 if shared else 0  # of a tile that is cut
