@@ -39,7 +39,7 @@ template <int PAIR> __device__ __forceinline__ u32 scaled_pair(u32 word, u32 ban
 
 // A lane's bank of a table, and what it multiplies scales by in either half of a step's 16 columns. Under one scale the
 // same few products recur, and so would their roundings; so each of eight columns has its factor, spread over one unit in
-// x's last place, and errors no longer add up where neighbouring tokens' values are alike.
+// the last place, and errors no longer add up where x is alike in neighbouring columns.
 struct Lookup {
   u32 bank;
   float up[2];
