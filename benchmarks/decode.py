@@ -45,7 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OPS = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_cache": "rope_cache_",
        "decode_attention": "decode_attention", "embed_token": "embed_token_",
-       "greedy_token": "greedy_token_", "rmsnorm_linear": "rmsnorm_linear"}  # fmt: skip
+       "greedy_token": "greedy_token_", "rmsnorm_linear": "rmsnorm_linear",
+       "rope_attention": "rope_attention_"}  # fmt: skip
 PROMPT, NEW, FAR, RUNS = 128, 128, 4096, 3
 _HEAD = "+head"
 CARRIED = 2.0**-3  # random weights carry rounding errors on: two bf16 evaluations of the 8B shape differ by 0.058

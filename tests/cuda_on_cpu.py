@@ -29,6 +29,8 @@ _BEFORE = r"""
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __maxnreg__(...)
 #define __shared__ static
 struct Index { unsigned x, y; };
 static Index threadIdx, blockIdx;
@@ -61,6 +63,7 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned pick) {
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 using std::max, std::min;
+static inline size_t __cvta_generic_to_shared(const void *p) { return (size_t)p; }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
@@ -123,6 +126,11 @@ _PTX = {
     'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));': (
         "both = bfloat(high) << 16 | bfloat(low);"
     ),
+    'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));': "y = std::exp2(a);",
+    'asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");': "found = *from;",
+    'asm volatile("prefetch.global.L2 [%0];" ::"l"(p));': "",
+    'asm volatile("griddepcontrol.launch_dependents;");': "",
+    'asm volatile("griddepcontrol.wait;" ::: "memory");': "",
 }
 
 

@@ -12,7 +12,8 @@ from nybble.errors import BadInput, Mismatch
 from nybble.judge.gate import admit
 
 SMALL = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_cache": "rope_cache_",
-         "decode_attention": "decode_attention", "rmsnorm_linear": "rmsnorm_linear"}  # fmt: skip
+         "decode_attention": "decode_attention", "rmsnorm_linear": "rmsnorm_linear",
+         "rope_attention": "rope_attention_"}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", SMALL)

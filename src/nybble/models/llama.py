@@ -4,7 +4,7 @@ At batch 1 a decode step reads every weight once and does little else, so whatev
 launches from Python, projections too small to fill the machine, hidden states going back and forth. This runner
 takes a transformers model as the definition and its modules' weights as they are, bf16 or quantized, and runs
 
-    add_rmsnorm -> [q k v] -> rope_cache_ -> decode_attention -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
+    add_rmsnorm -> [q k v] -> rope_attention_ -> o -> add_rmsnorm -> [gate up] -> silu_mul -> down
 
 with the projections in brackets fused along N, with norms and gates inside of the products where these only stream
 weights past a few tokens, and with norms and gates that make codes where the linear after them multiplies codes
@@ -26,9 +26,9 @@ from nybble.errors import BadInput, Unsupported
 from nybble.models.fed import Projection, mlp, normed
 from nybble.models.steps import Steps
 from nybble.ops import QuantLinear
-from nybble.ops.decode_attention import decode_attention
 from nybble.ops.embed_token import embed_token_
 from nybble.ops.greedy_token import greedy_token_
+from nybble.ops.rope_attention import rope_attention_
 from nybble.ops.rope_cache import rope_cache_
 from nybble.quantize.tensor import concatenate, split_rows
 
@@ -204,9 +204,10 @@ class Runner(Steps):
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             qkv, residual = normed(layer.qkv, layer.input_norm, x, residual)
-            k_cache, v_cache = self.k_cache[index], self.v_cache[index]
-            q = rope_cache_(qkv[:, None], self.cos, self.sin, k_cache, v_cache, self.position)[:, 0]
-            x = layer.o(decode_attention(q, k_cache, v_cache, self.position).view(self.batch, -1))
+            o = rope_attention_(
+                qkv, self.cos, self.sin, self.k_cache[index], self.v_cache[index], self.position
+            )  # fmt: skip
+            x = layer.o(o.view(self.batch, -1))
             x, residual = mlp(layer.gate_up, layer.down, layer.post_norm, x, residual)
         logits, _ = normed(self.head, self.final_norm, x, residual)
         greedy_token_(logits, self.token, self.position, self.turns)
