@@ -9,6 +9,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Record = dict[str, Any]
+EARLIER = ("533cb11", "0c9c869", "91a84fb")
+"""Commits of earlier decoding runs that hold what the latest one did not time."""
 LIBRARIES = ("humming-kernels", "gemlite", "bitsandbytes", "sgl-deep-gemm")
 
 
@@ -62,10 +64,12 @@ def survey(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """Whole-model decoding on a GPU."""
-    head = ["scheme", "batch", "ms a step", "over bf16", "over bf16 at position 4,096", "of the roofline"]
+    """Whole-model decoding on a GPU, the latest run and those before it."""
+    runs = [record, *filter(None, (load(f"h200/decode-llama-8b-{commit}.json") for commit in EARLIER))]
+    head = ["commit", "scheme", "batch", "ms a step", "over bf16", "over bf16 at position 4,096", "of the roofline"]
     body = [
         [
+            run["commit"],
             row["scheme"],
             str(row["batch"]),
             f"{row['ms']:.2f}",
@@ -73,15 +77,15 @@ def decode(record: Record) -> str:
             f"{row['ratio_at_4096']:.2f}x",
             f"{100 * row['roofline_share']:.0f} %",
         ]
-        for row in record["rows"]
+        for run in runs
+        for row in run["rows"]
     ]
-    note = f" {record['note']}" if "note" in record else ""
+    notes = " ".join(f"{run['commit']}: {run['note']}" for run in runs if "note" in run)
     return (
         f"{record['model']} with random weights on one {record['device']} ({where(record)}): {record['prompt']} tokens "
         f"of prompt, then {record['new']} tokens. The bf16 original runs in the same runner and process. The "
-        f"roofline is the bytes of the weights over {record['copy_bytes_per_second'] / 1e12:.2f} TB/s, a copy in that "
-        f"process.{note}\n\n"
-        f"{table(head, body)}"
+        "roofline is the bytes of the weights over a copy's bandwidth in that process, "
+        f"{record['copy_bytes_per_second'] / 1e12:.2f} TB/s in the latest. {notes}\n\n{table(head, body)}"
     )
 
 
@@ -154,6 +158,31 @@ def activations(record: Record) -> str:
         f"{record['versions']['torch']}, {record['date']}, commit {record['commit']}). W8A8 and W4A8 have a scale for "
         "every channel and every token; their integer sums are exact and were compared bit for bit. FP8 is "
         "`torch._scaled_mm`, which serves it here, without fast accumulation.\n\n"
+        f"{table(['weight', 'M', *columns], body)}"
+    )
+
+
+def fp8(record: Record) -> str:
+    """FP8 products beside the library's and a rival's."""
+    kernels = {"nybble": "narrow_fp8", "`_scaled_mm`": "torch._scaled_mm", "DeepGEMM": "DeepGEMM"}
+    columns = {f"by row, {name}": ("fp8_channel", kernel) for name, kernel in list(kernels.items())[:2]}
+    columns |= {f"by block, {name}": ("fp8_block128", kernel) for name, kernel in kernels.items()}
+    rows = [row for row in record["rows"] if "fast accumulation" not in row["kernel"]]
+    body = []
+    for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in rows):
+        found = [row for row in rows if (row["m"], row["n"], row["k"]) == (m, n, k)]
+        cells = (
+            max(
+                (r["ratio"] for r in found if r.get("weight") == weight and r["kernel"].startswith(kernel)),
+                default=None,
+            )
+            for weight, kernel in columns.values()
+        )
+        body.append([f"{n} × {k}", str(m), *("" if ratio is None else f"{ratio:.2f}x" for ratio in cells)])
+    return (
+        f"Products alone, times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} "
+        f"(torch {record['versions']['torch']}, {record['date'][:10]}, commit {record['commit']}); "
+        f"the better of two tiles.\n\n"
         f"{table(['weight', 'M', *columns], body)}"
     )
 
@@ -331,13 +360,11 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("A survey on two CPU cores", "cpu-2core/survey.json", survey),
     ("A survey on an H200", "h200/survey.json", survey),
     ("Whole-model decoding on an H200", "h200/decode-llama-8b.json", decode),
-    ("Whole-model decoding on an H200, norms and gates on their own", "h200/decode-llama-8b-0c9c869.json", decode),
-    ("Whole-model decoding on an H200, an earlier run", "h200/decode-llama-8b-91a84fb.json", decode),
-    ("Whole-model decoding on an H200, the first run", "h200/decode-llama-8b-ad507c8.json", decode),
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("NF4 and FP8 by block on an H200", "h200/linear-nf4-fp8block.json", linear),
     ("Beside rivals on an H200", "h200/linear-rivals.json", rivals),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
+    ("FP8 products on an H200", "h200/activations-fp8.json", fp8),
     ("Producers on an H200", "h200/producers.json", producers),
     ("Whole models with narrow activations on an H200", "h200/prefill.json", prefill),
     ("A diffusion transformer with narrow activations on an H200", "h200/prefill-dit.json", prefill),
