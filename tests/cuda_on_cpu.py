@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nybble.ops import _nvrtc
+
 COMPILER = shutil.which("g++")
 
 _BEFORE = r"""
@@ -137,11 +139,10 @@ _PTX = {
 @cache
 def _library(source: Path, kernel: str, defines: tuple[tuple[str, Any], ...]) -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp())
-    for file in (source, *source.parent.glob("*.cuh")):
-        text = file.read_text()
+    for name, text in {source.name: source.read_text(), **_nvrtc.headers(source)}.items():
         for ptx, plain in _PTX.items():
             text = text.replace(ptx, plain)
-        (folder / file.name).write_text(text)
+        (folder / name).write_text(text)
     main = folder / "main.cpp"
     main.write_text(f'{_BEFORE}\n#include "{source.name}"\n{_AFTER}')
     library = folder / "kernel.so"

@@ -14,7 +14,7 @@ def ptx(path: Path, defines: Mapping[str, int], arch: str) -> str:
     """What NVRTC makes of a source, from the first function on."""
     from cuda.bindings import nvrtc
 
-    headers = {h.name: h.read_text() for h in path.parent.glob("*.cuh")}
+    headers = _nvrtc.headers(path)
     contents, names = [h.encode() for h in headers.values()], [h.encode() for h in headers]
     program = _nvrtc._check(
         nvrtc.nvrtcCreateProgram(path.read_text().encode(), path.name.encode(), len(names), contents, names)

@@ -76,7 +76,7 @@ def _log(source: Path, defines: dict[str, int]) -> str:
     """What the compiler says of a source that it accepts."""
     from cuda.bindings import nvrtc
 
-    headers = {path.name.encode(): path.read_bytes() for path in source.parent.glob("*.cuh")}
+    headers = {name.encode(): text.encode() for name, text in _nvrtc.headers(source).items()}
     given = source.read_bytes(), source.name.encode(), len(headers), [*headers.values()], [*headers]
     program = _nvrtc._check(nvrtc.nvrtcCreateProgram(*given))
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v"]

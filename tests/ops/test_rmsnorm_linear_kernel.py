@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import cuda_on_cpu
+from nybble.ops import _nvrtc
 from nybble.ops.linear import config, cuda
 from nybble.ops.rmsnorm import add_rmsnorm_reference
 from nybble.ops.rmsnorm_linear import RMSNORM_LINEAR
@@ -27,6 +28,7 @@ from nybble.ops.silu_mul import silu_mul_reference
 from nybble.quantize import QuantTensor, quantize
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="g++ is not installed")
+OTHERS = ("wgmma.cuh", "wgmma_many.cuh", "cluster.cuh", "operands.cuh", "narrow.cuh")  # not of stream.cu
 PLANS = [config.Stream(1, 2, 1, 2, 2), config.Stream(1, 1, 2, 2, 3), config.Stream(1, 2, 2, 1, 2, places=2)]
 
 HELPERS = """
@@ -115,8 +117,10 @@ def plain(text: str) -> str:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """stream.cu and what it includes, with plain C++ for their PTX."""
     folder = tmp_path_factory.mktemp("stream")
-    for name in ("stream.cu", "around.cuh", "async.cuh", "decode.cuh", "weights.cuh"):
-        (folder / name).write_text(plain(cuda._STREAM.with_name(name).read_text()))
+    included = _nvrtc.headers(cuda._STREAM)
+    for name, text in {"stream.cu": cuda._STREAM.read_text(), **included}.items():
+        if name not in OTHERS:
+            (folder / name).write_text(plain(text))
     header = (folder / "decode.cuh").read_text()
     (folder / "decode.cuh").write_text(header.replace("#pragma once\n", f"#pragma once\n{HELPERS}"))
     return folder

@@ -55,26 +55,32 @@ def version() -> tuple[int, int]:
     return tuple(_check(nvrtc.nvrtcVersion()))
 
 
+def headers(source: Path) -> dict[str, str]:
+    """The .cuh files that a .cu file can include: those beside it, and those here, which all ops share."""
+    folders = (Path(__file__).parent, source.parent)
+    return {path.name: path.read_text() for folder in folders for path in sorted(folder.glob("*.cuh"))}
+
+
 def build(source: Path, defines: Defines, arch: str) -> bytes:
     """The cubin of `source` for `arch` ("90a"), from the cache if it is there.
 
     Args:
-        source: a .cu file; the .cuh files beside it can be included.
+        source: a .cu file, which can include its `headers`.
         defines: macro definitions.
         arch: the compute capability's digits, with the suffix of architecture-specific features where wanted.
 
     Raises:
         CompileError: with the compiler's log.
     """
-    headers = {path.name: path.read_text() for path in sorted(source.parent.glob("*.cuh"))}
+    included = headers(source)
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "--fmad=true"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_text()
-    digest = hashlib.sha256(repr((text, headers, options, version())).encode()).hexdigest()
+    digest = hashlib.sha256(repr((text, included, options, version())).encode()).hexdigest()
     cached = cache_folder() / f"{source.stem}-sm_{arch}-{digest[:32]}.cubin"
     if cached.exists():
         return cached.read_bytes()
-    cubin = _compile(text, source.name, headers, options)
+    cubin = _compile(text, source.name, included, options)
     _write(cached, cubin)
     return cubin
 

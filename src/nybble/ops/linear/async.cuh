@@ -1,6 +1,7 @@
-// Copies, matrix instructions and launch ordering, as PTX that exists from sm_80 on (sm_90 where marked).
+// Copies and matrix instructions, as PTX that exists from sm_80 on (sm_90 where marked).
 // Shared memory is addressed by 32-bit addresses throughout.
 #pragma once
+#include "early.cuh"
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -51,20 +52,6 @@ __device__ __forceinline__ void mma(float *d, const u32 *a, u32 b0, u32 b1) {
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// Programmatic dependent launch: the next kernel of the stream may start its prologue now; our own results and the
-// previous kernel's are ordered by wait_for_previous, before which nothing that a kernel could have written is read.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Columns [first, end) of M tokens into shared rows of `stride` bytes, with zeros up to `width` columns.
 __device__ __forceinline__ void load_x(char *to, int stride, const char *x, long long row, long long column, int M,

@@ -5,9 +5,8 @@
 // scale S_MANTISSA, S_BIAS, S_MAX, S_FLOOR, S_NAN, S_TOP, S_MOST; TARGET and MOST of a tensor scale. NATIVE: the GPU
 // converts to E4M3 itself. X_FP16: what is read is fp16, else bf16; two values lie in a word.
 #pragma once
+#include "pairs.cuh"
 
-typedef unsigned int u32;
-typedef unsigned short u16;
 typedef unsigned char u8;
 
 #define FLOAT(bits) __uint_as_float((u32)(bits))
@@ -18,25 +17,6 @@ typedef unsigned char u8;
 #define TO_WHOLE FLOAT(0x4B400000)  // 1.5 * 2^23: added to |x| < 2^22, the adder rounds x to a whole
 #define NATIVE_ELEMENT (NATIVE && BITS == 8 && E_MANTISSA == 3)
 #define NATIVE_SCALE (NATIVE && S_BITS == 8 && S_MANTISSA == 3 && S_BIAS == 7)
-
-__device__ __forceinline__ float from_half(u16 bits) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
-  return f;
-}
-__device__ __forceinline__ float low_of(u32 both) { return X_FP16 ? from_half((u16)both) : __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(u32 both) {
-  return X_FP16 ? from_half((u16)(both >> 16)) : __uint_as_float(both & 0xFFFF0000u);
-}
-__device__ __forceinline__ u32 rounded(float low, float high) {
-  u32 both;
-#if X_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
-}
 
 // Two codes, the first in the low byte.
 __device__ __forceinline__ u32 e4m3_pair(float low, float high) {

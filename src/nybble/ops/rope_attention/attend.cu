@@ -13,8 +13,8 @@
 // before and after, one that asks for much only when they have left the processor.
 //
 // Definitions: HEAD_DIM (64, 128 or 256), HEADS (1 or 2), CLUSTER (1, 2, 4, 8), X_FP16 (fp16, else bf16).
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "pairs.cuh"
+#include "early.cuh"
 
 #define LANES (HEAD_DIM / 16)  // that share a key
 #define DIMS 16                // columns of a lane
@@ -38,26 +38,6 @@ struct Arguments {
   float scale;  // log2(e) / sqrt(D)
 };
 
-__device__ __forceinline__ float from_half(u16 bits) {
-#if X_FP16
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
-  return f;
-#else
-  return __uint_as_float((u32)bits << 16);
-#endif
-}
-__device__ __forceinline__ float low_of(u32 both) { return from_half((u16)both); }
-__device__ __forceinline__ float high_of(u32 both) { return from_half((u16)(both >> 16)); }
-__device__ __forceinline__ u32 rounded(float low, float high) {
-  u32 both;
-#if X_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
-}
 __device__ __forceinline__ float power_of_2(float a) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
@@ -68,9 +48,6 @@ __device__ __forceinline__ int read_now(const int *from) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");
   return found;
 }
-__device__ __forceinline__ void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank = 0;
   if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
