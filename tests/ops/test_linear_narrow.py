@@ -12,7 +12,9 @@ import torch
 
 from conftest import interpreter_loops
 from nybble.formats import table
-from nybble.ops.linear import LINEAR, narrow, narrow_cuda, narrow_fp8, narrow_torch, narrow_tune, triton
+from nybble.ops import _nvrtc
+from nybble.ops.linear import LINEAR, gpu, narrow, narrow_cuda, narrow_fp8, narrow_torch, narrow_tune, triton
+from nybble.ops.linear.problem import H200
 from nybble.quantize import QuantTensor, elements, layouts, quantize
 
 EXACT = (("int8_channel", "int8_token"), ("int4_channel", "int8_token"), ("int4_channel", "int4_token"))
@@ -158,6 +160,24 @@ def test_fp8s_wide_tiles_go_where_they_fill_the_machine() -> None:
     assert narrow_fp8.plans(problem(2048, 14336, 4096, *blocks))[0].columns == 256
     # 32 tiles of a pair where 66 pairs are, or 64
     assert narrow_fp8.plans(problem(2048, 1024, 4096, *blocks))[0].columns == 128
+
+
+@pytest.mark.parametrize(
+    ("m", "weight", "activation", "dtype", "chosen"),
+    [
+        (2048, "fp8_channel", "fp8_token", torch.bfloat16, "linear_narrow_fp8_cuda_sm90"),
+        (2048, "fp8_block128", "fp8_g128", torch.bfloat16, "linear_narrow_fp8_cuda_sm90"),
+        (1024, "fp8_block128", "fp8_g128", torch.bfloat16, "linear_narrow_torch"),
+        (1024, "fp8_block128", "fp8_g128", torch.float16, "linear_narrow_fp8_cuda_sm90"),  # not the library's
+        (16, "fp8_channel", "fp8_token", torch.bfloat16, "linear_narrow_torch"),
+        (2048, "int8_channel", "int8_token", torch.bfloat16, "linear_narrow_cuda_sm90"),
+        (2048, "int4_g128", "int4_g128", torch.bfloat16, "linear_narrow_cuda_sm90"),
+    ],
+)
+@pytest.mark.skipif(_nvrtc.available() is not None, reason=str(_nvrtc.available()))
+def test_what_an_h200_is_asked(m: int, weight: str, activation: str, dtype: torch.dtype, chosen: str) -> None:
+    p = problem(m, 4096, 4096, weight, activation, dtype=dtype, machine=H200)
+    assert next(name for name, kernel in gpu.KERNELS.items() if gpu._refusal(kernel, p) is None) == chosen
 
 
 def test_the_library_refuses_what_does_not_lie_as_it_wants() -> None:
