@@ -12,6 +12,7 @@ import cuda_on_cpu
 from nybble.errors import BadInput
 from nybble.ops import _nvrtc
 from nybble.ops.rope_attention import ROPE_ATTENTION, composed, cuda, rope_attention_
+from nybble.ops.rope_cache import query_heads
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -38,7 +39,7 @@ def on_cpu(*args: torch.Tensor) -> torch.Tensor:
     """attend.cu with one block a cluster."""
     qkv, _, _, k_cache, *_ = args
     batch, kv_heads, capacity, d = k_cache.shape
-    q_heads = qkv.shape[-1] // d - 2 * kv_heads
+    q_heads = query_heads(qkv, k_cache)
     heads, parts, _ = cuda.cut(batch, q_heads, kv_heads, 1)
     o = torch.full((batch, q_heads, d), math.nan, dtype=qkv.dtype)
     pointers = [part.data_ptr() for part in (*args[:5], o, args[5])]

@@ -9,7 +9,7 @@ or compiled at import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
@@ -65,7 +65,8 @@ class Implementation:
     Attributes:
         name: <operation>_<types>_<granularity>_<suffix>.
         run: takes the op's arguments, returns its result.
-        supports: takes the same arguments, returns None when willing, else the reason why not, values included.
+        supports: takes the same arguments, returns None when willing, else the reason why not, values included; by
+            default it is always willing.
         native: whether it computes in the format; otherwise it is an emulation through wider numbers.
         layout: takes the weight, returns the layout it wants it in (None: any as it is).
         note: what has to be known before relying on it ("compiled, never run"); documents and tables show it.
@@ -73,8 +74,8 @@ class Implementation:
 
     name: str
     run: Callable[..., Any]
-    supports: Callable[..., str | None]
-    native: bool
+    supports: Callable[..., str | None] = lambda *args: None
+    native: bool = field(kw_only=True)
     layout: Callable[..., Any] = lambda *args: None
     note: str = ""
 

@@ -47,6 +47,19 @@ def available() -> str | None:
     return None
 
 
+def refusal(capability: tuple[int, int], oldest: tuple[int, int] = (8, 0)) -> str | None:
+    """Why nothing can be run on a GPU of that compute capability, or None."""
+    if capability < oldest:
+        return f"needs compute capability {oldest[0]}.{oldest[1]}, this is {capability}"
+    return available()
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The architecture to build for: with all features of that very one from Hopper on."""
+    major, minor = capability
+    return f"{major}{minor}{'a' if major >= 9 else ''}"
+
+
 @lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
     """NVRTC's version."""

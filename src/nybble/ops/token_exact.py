@@ -118,7 +118,7 @@ def cost(logits: Tensor, *rest: Tensor) -> Cost:
 
 
 def _op(name: str, reference: Any, cases: Any) -> Op:
-    everywhere = Implementation(f"{name}_torch", reference, lambda *args: None, native=True)
+    everywhere = Implementation(f"{name}_torch", reference, native=True)
     bits = Agreement({torch.int64: 0.0})
     return Op(name, reference, bits, cases, cost, homes={}, fallback=everywhere, promise="cross-machine")
 

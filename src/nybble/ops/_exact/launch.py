@@ -47,8 +47,7 @@ def launch(
 
 @cache
 def _kernel(file: str, kernel: str, given: Defines, device: int) -> _nvrtc.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    arch = f"{major}{minor}{'a' if major >= 9 else ''}"
+    arch = _nvrtc.architecture(torch.cuda.get_device_capability(device))
     return _nvrtc.Kernel.load(_nvrtc.build(source(file), dict(given), arch), kernel)
 
 
@@ -61,6 +60,4 @@ def refusal(x: Tensor) -> str | None:
     """Why no kernel can serve, or None."""
     if x.numel() == 0:
         return f"nothing to compute: x is {tuple(x.shape)}"
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
-        return f"needs compute capability 8.0, this is {torch.cuda.get_device_capability(x.device)}"
-    return _nvrtc.available()
+    return _nvrtc.refusal(torch.cuda.get_device_capability(x.device))

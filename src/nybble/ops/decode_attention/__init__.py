@@ -70,5 +70,5 @@ DECODE_ATTENTION = Op(
     cases=cases,
     cost=cost,
     homes={"cuda": "nybble.ops.decode_attention.triton"},
-    fallback=Implementation("decode_attention_torch", decode_attention_reference, lambda *args: None, native=True),
+    fallback=Implementation("decode_attention_torch", decode_attention_reference, native=True),
 )

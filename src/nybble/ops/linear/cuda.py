@@ -184,9 +184,9 @@ def _usual(w: QuantTensor, fp16: bool) -> bool:
 
 @cache
 def _kernel(source: Path, defines: tuple[tuple[str, int], ...], name: str, device: int) -> _nvrtc.Kernel:
-    (major, minor), shared = machine(device).capability, machine(device).shared_bytes
-    arch = f"{major}{minor}{'a' if major >= 9 else ''}"
-    return _nvrtc.Kernel.load(_nvrtc.build(source, dict(defines), arch), name, shared)
+    here = machine(device)
+    cubin = _nvrtc.build(source, dict(defines), _nvrtc.architecture(here.capability))
+    return _nvrtc.Kernel.load(cubin, name, here.shared_bytes)
 
 
 @cache

@@ -118,4 +118,4 @@ def _add_up(sums: Tensor, a: Tensor, b: list[Tensor], step: Step) -> None:
             step(columns[column, :, :some], weights[column], sums[:, :some])
 
 
-IMPLEMENTATIONS = (Implementation("linear_exact_cpu", _run, lambda *args: None, native=True),)
+IMPLEMENTATIONS = (Implementation("linear_exact_cpu", _run, native=True),)

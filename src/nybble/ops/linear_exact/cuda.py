@@ -28,7 +28,6 @@ from nybble.quantize.layouts import DENSE
 _STREAM, _TILE = (Path(__file__).with_name(name) for name in ("stream.cu", "tile.cu"))
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INT = 3
-_OLDEST = (8, 0)
 
 
 class _Arguments(ctypes.Structure):
@@ -164,9 +163,7 @@ def _integers(w: QuantTensor) -> str | None:
 def _refusal(x: Tensor, w: shared.Weight, bias: Tensor | None = None) -> str | None:
     if x.numel() == 0 or w.shape[0] == 0:
         return f"nothing to compute: x is {tuple(x.shape)}, the weight {tuple(w.shape)}"
-    if torch.cuda.get_device_capability(x.device) < _OLDEST:
-        return f"needs compute capability 8.0, this is {torch.cuda.get_device_capability(x.device)}"
-    return _nvrtc.available()
+    return _nvrtc.refusal(torch.cuda.get_device_capability(x.device))
 
 
 def _dense(x: Tensor, w: shared.Weight, bias: Tensor | None) -> str | None:

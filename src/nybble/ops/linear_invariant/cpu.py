@@ -28,4 +28,4 @@ def _run(x: Tensor, w: shared.Weight, bias: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[1])
 
 
-IMPLEMENTATIONS = (Implementation("linear_invariant_cpu", _run, lambda *args: None, native=True),)
+IMPLEMENTATIONS = (Implementation("linear_invariant_cpu", _run, native=True),)

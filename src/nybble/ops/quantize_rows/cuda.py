@@ -77,8 +77,7 @@ def _bits(value: float) -> int:
 
 @cache
 def _kernel(given: Defines, device: int) -> _nvrtc.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    arch = f"{major}{minor}{'a' if major >= 9 else ''}"
+    arch = _nvrtc.architecture(torch.cuda.get_device_capability(device))
     return _nvrtc.Kernel.load(_nvrtc.build(SOURCE, dict(given), arch), "quantize_rows")
 
 
@@ -94,9 +93,7 @@ def _supports(
     tensor_amax: Tensor | None, hadamard: int,
 ) -> str | None:  # fmt: skip
     reason = unfit(x, fmt, prologue, residual, gain, tensor_amax)
-    if reason is None and torch.cuda.get_device_capability(x.device) < (8, 0):
-        reason = f"needs compute capability 8.0, this is {torch.cuda.get_device_capability(x.device)}"
-    return reason or _nvrtc.available()
+    return reason or _nvrtc.refusal(torch.cuda.get_device_capability(x.device))
 
 
 def unfit(

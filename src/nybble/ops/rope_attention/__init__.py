@@ -21,7 +21,7 @@ from nybble.ops._choose import choose
 from nybble.ops._declare import Agreement, Cost, Implementation, Op
 from nybble.ops.decode_attention import cost as attention_cost
 from nybble.ops.decode_attention import decode_attention, decode_attention_reference
-from nybble.ops.rope_cache import rope_cache_, rope_cache_reference
+from nybble.ops.rope_cache import query_heads, rope_cache_, rope_cache_reference
 
 
 def rope_attention_(
@@ -38,9 +38,8 @@ def rope_attention_(
     Raises:
         BadInput: shapes that do not fit.
     """
-    batch, heads, _, d = k_cache.shape
-    queries = qkv.shape[-1] - 2 * heads * d
-    if qkv.dim() != 2 or len(qkv) != batch or queries <= 0 or queries % (heads * d):
+    (batch, heads, _, d), queries = k_cache.shape, query_heads(qkv, k_cache)
+    if qkv.dim() != 2 or len(qkv) != batch or qkv.shape[-1] % d or queries < 1 or queries % heads:
         caches = f"caches {list(k_cache.shape)}, which hold [B, Hkv, S, D]"
         raise BadInput(f"rope_attention_ takes [B, (Hq + 2 Hkv) D], got {list(qkv.shape)} beside {caches}")
     args = (qkv, cos, sin, k_cache, v_cache, position)
@@ -83,14 +82,11 @@ def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def cost(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Cost:
     """The attention's, in one launch; rotations come to nothing beside it."""
-    queries = qkv.shape[-1] // k_cache.shape[-1] - 2 * k_cache.shape[1]
-    q = qkv.new_empty((len(qkv), queries, k_cache.shape[-1]), device="meta")
+    q = qkv.new_empty((len(qkv), query_heads(qkv, k_cache), k_cache.shape[-1]), device="meta")
     return attention_cost(q, k_cache, v_cache, position)
 
 
-COMPOSED = Implementation(
-    "rope_attention_composed", composed, lambda *args: None, native=True, note="its two ops, one after the other"
-)
+COMPOSED = Implementation("rope_attention_composed", composed, native=True, note="its two ops, one after the other")
 
 ROPE_ATTENTION = Op(
     name="rope_attention_",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nybble.ops import _nvrtc
 from nybble.ops._declare import Implementation
+from nybble.ops.rope_cache import query_heads
 
 SOURCE = Path(__file__).with_name("attend.cu")
 THREADS = 128
@@ -62,14 +63,11 @@ def unfit(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tenso
 
 def _supports(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> str | None:
     reason = unfit(qkv, cos, sin, k_cache, v_cache, position)
-    if reason is not None:
-        return reason
-    capability, (batch, kv_heads, _, d) = torch.cuda.get_device_capability(qkv.device), k_cache.shape
-    if capability < _OLDEST:
-        return f"needs compute capability 9.0, this is {capability}"
-    if cut(batch, qkv.shape[-1] // d - 2 * kv_heads, kv_heads, _units(qkv.device))[2] < _LARGEST_CLUSTER:
-        return f"pays with {_LARGEST_CLUSTER} blocks a cluster; {batch} sequences of {kv_heads} key heads leave fewer"
-    return _nvrtc.available()
+    reason = reason or _nvrtc.refusal(torch.cuda.get_device_capability(qkv.device), _OLDEST)
+    batch, kv_heads, *_ = k_cache.shape
+    if reason is None and cut(batch, query_heads(qkv, k_cache), kv_heads, _units(qkv.device))[2] < _LARGEST_CLUSTER:
+        reason = f"pays with {_LARGEST_CLUSTER} blocks a cluster; {batch} sequences of {kv_heads} key heads leave fewer"
+    return reason
 
 
 def _units(device: torch.device) -> int:
@@ -78,15 +76,15 @@ def _units(device: torch.device) -> int:
 
 @cache
 def _kernel(d: int, heads: int, cluster: int, fp16: bool, device: int) -> _nvrtc.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = _nvrtc.build(SOURCE, defines(d, heads, cluster, fp16), f"{major}{minor}a")
+    arch = _nvrtc.architecture(torch.cuda.get_device_capability(device))
+    cubin = _nvrtc.build(SOURCE, defines(d, heads, cluster, fp16), arch)
     return _nvrtc.Kernel.load(cubin, "rope_attention")
 
 
 def run(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
     """The op on a GPU; arguments that `unfit` lets pass."""
     batch, kv_heads, capacity, d = k_cache.shape
-    q_heads = qkv.shape[-1] // d - 2 * kv_heads
+    q_heads = query_heads(qkv, k_cache)
     heads, parts, cluster = cut(batch, q_heads, kv_heads, _units(qkv.device))
     o = qkv.new_empty((batch, q_heads, d))
     pointers = [part.data_ptr() for part in (qkv, cos, sin, k_cache, v_cache, o, position)]

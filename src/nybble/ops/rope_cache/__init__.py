@@ -37,14 +37,18 @@ def rope_cache_(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache:
     Raises:
         BadInput: shapes that do not fit.
     """
-    batch, heads, capacity, d = k_cache.shape
-    width = qkv.shape[-1]
+    (batch, _, capacity, d), width = k_cache.shape, qkv.shape[-1]
     fits = qkv.dim() == 3 and len(qkv) == batch and qkv.shape[1] <= capacity
-    if not fits or width % d or width <= 2 * heads * d:
+    if not fits or width % d or query_heads(qkv, k_cache) < 1:
         caches = f"caches {list(k_cache.shape)}, which hold [B, Hkv, S, D]"
         raise BadInput(f"rope_cache_ takes [B, T, (Hq + 2 Hkv) D], T up to S, got {list(qkv.shape)} beside {caches}")
     args = (qkv, cos, sin, k_cache, v_cache, position)
     return choose(ROPE_CACHE, qkv.device.type, *args).run(*args)
+
+
+def query_heads(qkv: Tensor, k_cache: Tensor) -> int:
+    """Hq of [..., (Hq + 2 Hkv) D] beside caches [B, Hkv, S, D]."""
+    return qkv.shape[-1] // k_cache.shape[-1] - 2 * k_cache.shape[1]
 
 
 def rope_cache_reference(
@@ -60,7 +64,7 @@ def rope_cache_reference(
         low, high = z.chunk(2, -1)
         return z * c + torch.cat([-high, low], -1) * s
 
-    q, k, v = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+    q, k, v = heads.split([query_heads(qkv, k_cache), kv_heads, kv_heads], 2)
     k_cache.index_copy_(2, index, rotate(k).transpose(1, 2))
     v_cache.index_copy_(2, index, v.transpose(1, 2))
     return rotate(q)
@@ -97,5 +101,5 @@ ROPE_CACHE = Op(
     cases=cases,
     cost=cost,
     homes={"cuda": "nybble.ops.rope_cache.triton"},
-    fallback=Implementation("rope_cache_torch", rope_cache_reference, lambda *args: None, native=True),
+    fallback=Implementation("rope_cache_torch", rope_cache_reference, native=True),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nybble.ops._declare import Implementation
 from nybble.ops._early import begin, early
+from nybble.ops.rope_cache import query_heads
 
 _MANY = (16, 4)  # rows and warps of a program where there are many tokens: 16 bytes a thread and access at D = 128
 
@@ -52,7 +53,7 @@ def _rope_cache_kernel(
 
 def _triton(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
     (batch, kv_heads, s, d), tokens = k_cache.shape, qkv.shape[1]
-    heads = qkv.shape[-1] // d - 2 * kv_heads
+    heads = query_heads(qkv, k_cache)
     q = torch.empty((batch, tokens, heads, d), dtype=qkv.dtype, device=qkv.device)
     rows, warps = (1, 1) if tokens == 1 else _MANY
     if batch and tokens:

@@ -22,6 +22,7 @@ from nybble.ops._choose import choose
 from nybble.ops._declare import Cost
 from nybble.ops._exact.arithmetic import DTYPES, check_dtype, narrow
 from nybble.ops._exact.declare import exact_op
+from nybble.ops.rope_cache import query_heads
 from nybble.ops.rope_exact.tables import rope_tables
 
 __all__ = ["ROPE_CACHE_EXACT", "rope_cache_exact_", "rope_tables"]
@@ -44,7 +45,7 @@ def rope_cache_exact_(
     check_dtype("rope_cache_exact_", qkv, k_cache, v_cache)
     args = (qkv, cos, sin, k_cache, v_cache, rows, positions)
     _, kv_heads, length, d = k_cache.shape
-    heads = qkv.shape[-1] // d - 2 * kv_heads
+    heads = query_heads(qkv, k_cache)
     table = (length, d // 2)
     fits = qkv.shape[-1] == (heads + 2 * kv_heads) * d and heads > 0 and d % 2 == 0 and v_cache.shape == k_cache.shape
     if not fits or cos.shape != table or sin.shape != table or len({len(qkv), len(rows), len(positions)}) > 1:
