@@ -12,7 +12,7 @@ import torch
 from hopper_on_cpu import COMPILER, Box, Standstill, run
 from nybble.errors import Mismatch
 from nybble.formats import table
-from nybble.ops.linear import LINEAR, narrow, narrow_cuda, narrow_fp8
+from nybble.ops.linear import LINEAR, narrow, narrow_fp8, narrow_hopper
 from nybble.quantize import quantize
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -57,12 +57,12 @@ def check(case: Case, source: str = SOURCE, seed: int = 0) -> None:
     w_scale, x_scale = narrow.scales(w, p).contiguous(), narrow.scales(a, p).contiguous()
     y = torch.full((m + 1, n), float("nan"), dtype=case.dtype)
     argument = Arguments(
-        Box.of(a.codes, narrow_fp8.ROWS), Box.of(w.codes, case.plan.columns // 2), w_scale.data_ptr(),
+        Box.of(a.codes, narrow_hopper.ROWS), Box.of(w.codes, case.plan.columns // 2), w_scale.data_ptr(),
         x_scale.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), m, n, -(-k // narrow.CHUNK),
         -(-m // 256), -(-n // case.plan.columns), (w_scale if narrow.grouped(w.format) else x_scale).shape[1],
-        narrow_cuda.shift(p),
+        narrow_hopper.shift(p),
     )  # fmt: skip
-    defines = {**case.plan.defines(p), "W_SCALE": narrow_fp8._SCALES[w.scale.dtype]}
+    defines = {**case.plan.defines(p), "W_SCALE": narrow_hopper.SCALES[w.scale.dtype]}
     shared = case.plan.shared_bytes(p)
     run(source, narrow_fp8.SOURCE.parent, "linear_narrow_fp8", defines, argument, case.clusters, shared, seed)
     LINEAR.check(y[:m], (x, w, bias, table.block(case.activation), None), str(case))

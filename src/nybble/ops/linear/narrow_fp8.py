@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nybble.ops import _nvrtc
-from nybble.ops.linear import narrow_cuda
-from nybble.ops.linear.cuda import machine
+from nybble.ops.linear import narrow_hopper
 from nybble.ops.linear.narrow import CHUNK, STEP, Problem, grouped, scales
+from nybble.ops.linear.narrow_hopper import ALIGNMENT, CLUSTER, ROWS, deepest, launch, shift
 from nybble.quantize import QuantTensor
 
 SOURCE = Path(__file__).with_name("narrow_fp8.cu")
-ROWS, CLUSTER, THREADS = 128, 2, 384
-_ALIGNMENT, _OUT = 1024, 16 * 1024
+_OUT = 16 * 1024  # bytes that are being stored
 _HANDING_OVER = 60  # columns' time that a chunk costs beside its products; from two measurements at equal rounds
-_SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class _Arguments(ctypes.Structure):
@@ -57,7 +54,7 @@ class Plan:
         scaled = grouped(p.activation) or grouped(p.weight)
         products = self.columns // ROWS * (CHUNK // p.group)
         stage = (ROWS + self.columns) * CHUNK + scaled * products * ROWS * 4 + 2 * 8
-        return _ALIGNMENT + self.stages * stage + _OUT + 4 * self.columns * 4
+        return ALIGNMENT + self.stages * stage + _OUT + 4 * self.columns * 4
 
     def tiles(self, p: Problem) -> int:
         """Tiles of a cluster: two blocks' tokens times the rows of W."""
@@ -73,9 +70,7 @@ class Plan:
 def plans(p: Problem) -> list[Plan]:
     """Both ways to run the kernel, best by the model first."""
     found = [Plan(c, s) for c in (256, 128) for s in (6, 5, 4)]
-    fit = [plan for plan in found if plan.shared_bytes(p) <= p.machine.shared_bytes]
-    deepest = {plan.columns: plan for plan in reversed(fit)}
-    return sorted(deepest.values(), key=lambda plan: plan.score(p))
+    return deepest(found, p, lambda plan: plan.columns)
 
 
 def refusal(p: Problem) -> str | None:
@@ -84,18 +79,12 @@ def refusal(p: Problem) -> str | None:
         return f"multiplies FP8; asked for {p.weight.name}"
     if grouped(p.weight) and p.weight.block[0] != ROWS:
         return f"takes scales of W that change along K for {ROWS} rows; {p.weight.name} has {p.weight.block}"
-    return narrow_cuda.refusal(p)
-
-
-@cache
-def _kernel(defines: tuple[tuple[str, int], ...], device: int) -> _nvrtc.Kernel:
-    cubin = _nvrtc.build(SOURCE, dict(defines), "90a")
-    return _nvrtc.Kernel.load(cubin, "linear_narrow_fp8", machine(device).shared_bytes)
+    return narrow_hopper.refusal(p)
 
 
 def run(a: QuantTensor, w: QuantTensor, bias: Tensor | None, p: Problem, plan: Plan, y: Tensor) -> None:
     """y [M, N] = a w^T + bias; a [M, K] as a producer gives it."""
-    codes, device = a.codes.view(p.m, p.k), y.device.index
+    codes = a.codes.view(p.m, p.k)
     w_scale, x_scale = scales(w, p).contiguous(), scales(a, p).to(torch.float32)
     if not grouped(p.activation) and len(x_scale) != p.m:
         x_scale = x_scale.expand(p.m, 1)
@@ -107,10 +96,6 @@ def run(a: QuantTensor, w: QuantTensor, bias: Tensor | None, p: Problem, plan: P
         _nvrtc.tensor_map(w.codes.data_ptr(), (p.n, p.k), p.k, (plan.columns // CLUSTER, CHUNK), False, 1),
         w_scale.data_ptr(), x_scale.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
         p.m, p.n, -(-p.k // CHUNK), pairs, tiles, (w_scale if grouped(p.weight) else x_scale).shape[1],
-        narrow_cuda.shift(p),
+        shift(p),
     )  # fmt: skip
-    found = {**plan.defines(p), "W_SCALE": _SCALES[w.scale.dtype]}
-    kernel = _kernel(tuple(sorted(found.items())), device)
-    clusters = min(pairs * tiles, p.machine.processors // CLUSTER)
-    current = torch.cuda.current_stream(y.device).cuda_stream
-    kernel.launch((clusters * CLUSTER, 1), THREADS, plan.shared_bytes(p), arguments, True, current)
+    launch(SOURCE, plan, p, w, arguments, y)
