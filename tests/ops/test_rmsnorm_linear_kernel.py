@@ -96,7 +96,6 @@ BODIES = {
     "load_piece": "std::memcpy(to, from, 16);",
     "store_piece": "std::memcpy(to, from, 16);",
     "keep_piece": "std::memcpy(shared_memory + to, from, 16);",
-    "float_x2": "return narrow(high) << 16 | narrow(low);",
     "quotient": "return a / b;",
     "root": "return std::sqrt(a);",
     "power_of_2": "return std::exp2(a);",

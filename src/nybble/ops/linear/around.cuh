@@ -6,6 +6,7 @@
 //
 // Definitions: NORM (tokens to normalize), PIECES (of 8 columns that a thread has of a row), THREADS, WARPS.
 #pragma once
+#include "pairs.cuh"
 
 #define PIECE_COLUMNS 8
 #define LOG2_E 1.4426950408889634f
@@ -23,15 +24,6 @@ __device__ __forceinline__ void store_piece(void *to, const u32 *from) {
 __device__ __forceinline__ void keep_piece(u32 to, const u32 *from) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
-}
-__device__ __forceinline__ u32 float_x2(float low, float high) {
-  u32 both;
-#if X_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-  return both;
 }
 __device__ __forceinline__ float quotient(float a, float b) {
   float q;
@@ -115,7 +107,7 @@ struct Rows {
         u32 y[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-          y[w] = mul2(gain[i][w], float_x2(x_float(x[t][i][w] & 0xFFFF) * scale, x_float(x[t][i][w] >> 16) * scale));
+          y[w] = mul2(gain[i][w], rounded(x_float(x[t][i][w] & 0xFFFF) * scale, x_float(x[t][i][w] >> 16) * scale));
         if (column(i) < width) keep_piece(rows + t * stride + column(i) * 2, y);
       }
     }

@@ -4,6 +4,7 @@
 // token, the 16-byte pieces of row r swizzled by XOR with r % 8 (PTX ISA, "128-Byte swizzling modes"). Registers given
 // to a wgmma must not change before a wait says that it is done.
 #pragma once
+#include "pairs.cuh"
 
 #if X_FP16
 #define X_TYPE "f16"
@@ -28,15 +29,6 @@ template <int Count> __device__ __forceinline__ void settle(int *registers) {
 template <int Count> __device__ __forceinline__ void settle(float *registers) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
-// Two floats rounded to 16 bits each.
-template <bool FP16> __device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  if (FP16)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
 }
 // Gives registers back, or takes more, a warpgroup at a time.
 template <int COUNT, bool MOVES, bool MORE> __device__ __forceinline__ void keep_registers() {
