@@ -305,9 +305,10 @@ class Box(ctypes.Structure):
 def _library(source: str, headers: Path, kernel: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp())
-    header = (headers / "narrow.cuh").read_text()
-    for name in ("async", "wgmma", "wgmma_many", "cluster", "narrow"):
-        source = source.replace(f'#include "{name}.cuh"\n', header if name == "narrow" else "")
+    for name in ("async", "wgmma", "wgmma_many", "cluster"):
+        source = source.replace(f'#include "{name}.cuh"\n', "")
+    for name in ("bands", "narrow"):
+        source = source.replace(f'#include "{name}.cuh"\n', (headers / f"{name}.cuh").read_text())
     for ptx, plain in _PTX.items():
         assert ptx in source, ptx
         source = source.replace(ptx, plain)
@@ -330,7 +331,7 @@ def run(
     """Run a kernel; Standstill where it does not come to its end.
 
     Args:
-        source: of the .cu file. headers: the folder of narrow.cuh. kernel: its name. defines: its macros.
+        source: of the .cu file. headers: the folder of narrow.cuh and bands.cuh. kernel: its name. defines: its macros.
         argument: its one argument, with a Box in the place of each tensor map.
         clusters: how many there are. shared_bytes: of a block. seed: of the order in which things happen.
     """

@@ -21,6 +21,7 @@ typedef unsigned long long u64;
 #include "wgmma.cuh"
 #include "wgmma_many.cuh"
 #include "cluster.cuh"
+#include "bands.cuh"
 #include "narrow.cuh"
 
 #define ROWS 128
@@ -34,7 +35,6 @@ typedef unsigned long long u64;
 #define BURST (FOLD ? FOLD : NIBBLES ? 2 : 4)  // steps that wgmma is given at once
 #define WARPS 8
 #define THREADS (32 * WARPS + 128)
-#define BAND 8
 #define SKEW 1
 
 struct Arguments {
@@ -49,9 +49,7 @@ struct Place {
   int row0, token0;
 };
 __device__ __forceinline__ Place place(const Arguments &p, int tile, int rank) {
-  const int band = tile / (p.pairs * BAND), within = tile - band * p.pairs * BAND;
-  const int width = min(BAND, p.token_tiles - band * BAND);
-  return {(within / width * CLUSTER + rank) * ROWS, (band * BAND + within % width) * TOKENS};
+  return place_of<ROWS, TOKENS, Place>(tile, p.pairs, p.token_tiles, rank);
 }
 
 // Shared memory, from an address aligned for the swizzles.

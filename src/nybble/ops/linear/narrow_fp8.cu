@@ -22,6 +22,7 @@ typedef unsigned long long u64;
 #include "wgmma.cuh"
 #include "wgmma_many.cuh"
 #include "cluster.cuh"
+#include "bands.cuh"
 #include "narrow.cuh"
 
 #define ROWS 128
@@ -36,7 +37,6 @@ typedef unsigned long long u64;
 #define WARP_BYTES 1024  // stored at once by a warp: 16 tokens by 32 columns, twice
 #define WARPS 8
 #define THREADS (32 * WARPS + 128)
-#define BAND 8
 
 struct Arguments {
   TensorMap x, w;  // boxes of ROWS rows, of half of COLUMNS
@@ -51,9 +51,7 @@ struct Place {
   int token0, row0;
 };
 __device__ __forceinline__ Place place(const Arguments &p, int tile, int rank) {
-  const int band = tile / (p.pairs * BAND), within = tile - band * p.pairs * BAND;
-  const int width = min(BAND, p.tiles - band * BAND);
-  return {(within / width * CLUSTER + rank) * ROWS, (band * BAND + within % width) * COLUMNS};
+  return place_of<ROWS, COLUMNS, Place>(tile, p.pairs, p.tiles, rank);
 }
 
 // Shared memory, from an address aligned for the swizzles.

@@ -20,6 +20,7 @@
 #include "wgmma.cuh"
 #include "wgmma_many.cuh"
 #include "cluster.cuh"
+#include "bands.cuh"
 #include "operands.cuh"
 
 #define ROWS 128
@@ -28,7 +29,6 @@
 #define SUMS_OF_THREAD (TOKENS / 2)  // of a thread
 #define WARPS 8
 #define THREADS (32 * WARPS + 128)
-#define BAND 8  // tiles of tokens walked over together, so that what is being read fits the L2 cache
 #define SKEW 1
 // Registers of a thread: at the start, of feeders and of multipliers. More than the block has would be waited for for ever.
 #define AT_START (65536 / THREADS / 8 * 8)
@@ -73,12 +73,10 @@ struct Segments {
 
 struct Place {
   int row0, token0;
-  __device__ __forceinline__ Place(const Arguments &p, int tile, int rank) {
-    const int band = tile / (p.pairs * BAND), within = tile - band * p.pairs * BAND;
-    const int width = min(BAND, p.token_tiles - band * BAND);
-    row0 = (within / width * CLUSTER + rank) * ROWS, token0 = (band * BAND + within % width) * TOKENS;
-  }
 };
+__device__ __forceinline__ Place place(const Arguments &p, int tile, int rank) {
+  return place_of<ROWS, TOKENS, Place>(tile, p.pairs, p.token_tiles, rank);
+}
 
 // Shared memory, from an address aligned for the swizzles.
 struct Memory {
@@ -97,7 +95,7 @@ __device__ __forceinline__ void feed_x(const Arguments &p, const Memory &memory,
   Ring<X_STAGES> ring = {0, 1};
   wait_for_previous();
   while (segments.next(p)) {
-    const int token0 = Place(p, segments.tile, rank).token0 + rank * (TOKENS / CLUSTER);
+    const int token0 = place(p, segments.tile, rank).token0 + rank * (TOKENS / CLUSTER);
 #pragma unroll 1
     for (int half = 2 * segments.begin; half < 2 * segments.end; ++half, ring.next()) {
       barrier_wait(memory.x_empty(ring.stage), ring.phase);
@@ -112,7 +110,7 @@ __device__ __forceinline__ void feed_w(const Arguments &p, const Memory &memory,
   Ring<W_STAGES> ring = {0, 1};
   const int groups = ((p.chunks - 1) >> p.shift) + 1;
   while (segments.next(p)) {
-    const int row0 = Place(p, segments.tile, rank).row0;
+    const int row0 = place(p, segments.tile, rank).row0;
 #pragma unroll 1
     for (int chunk = segments.begin; chunk < segments.end; ++chunk, ring.next()) {
       const u32 full = memory.w_full(ring.stage);
@@ -329,7 +327,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
         put_down(p, sum, group, threadIdx.x % 128);
       } else {
         if (segments.begin) take_in(p, sum, segments.tile * p.chunks, rank, group, threadIdx.x % 128);
-        store(p, memory, sum, Place(p, segments.tile, rank), group, walk.warp, lane, out_turn);
+        store(p, memory, sum, place(p, segments.tile, rank), group, walk.warp, lane, out_turn);
       }
     }
     if (threadIdx.x % 128 == 0) stored_wait<0>();
