@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ def table(head: list[str], body: Iterable[list[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def best_by_shape(rows: list[Record], columns: Mapping[str, Callable[[Record], bool]]) -> str:
+    """A table of the best ratio of the rows that each column asks for, a line a weight and number of tokens."""
+    body = []
+    for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in rows):
+        found = [row for row in rows if (row["m"], row["n"], row["k"]) == (m, n, k)]
+        best = [max((row["ratio"] for row in found if asked(row)), default=None) for asked in columns.values()]
+        body.append([f"{n} × {k}", str(m), *("" if ratio is None else f"{ratio:.2f}x" for ratio in best)])
+    return table(["weight", "M", *columns], body)
 
 
 def load(name: str) -> Record | None:
@@ -148,17 +159,12 @@ def activations(record: Record) -> str:
         "FP8 by block": lambda r: r["kernel"] == "torch._scaled_mm" and r["weight"] == "fp8_block128",
         "`_int_mm`, then rescaled": lambda r: "two passes" in r["kernel"],
     }
-    body = []
-    for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in record["rows"]):
-        found = [row for row in record["rows"] if (row["m"], row["n"], row["k"]) == (m, n, k)]
-        best = [max((row["ratio"] for row in found if choose(row)), default=None) for choose in columns.values()]
-        body.append([f"{n} × {k}", str(m), *("" if ratio is None else f"{ratio:.2f}x" for ratio in best)])
     return (
         f"Times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} (torch "
         f"{record['versions']['torch']}, {record['date']}, commit {record['commit']}). W8A8 and W4A8 have a scale for "
         "every channel and every token; their integer sums are exact and were compared bit for bit. FP8 is "
-        "`torch._scaled_mm`, which serves it here, without fast accumulation.\n\n"
-        f"{table(['weight', 'M', *columns], body)}"
+        "`torch._scaled_mm`, which served it then, without fast accumulation.\n\n"
+        f"{best_by_shape(record['rows'], columns)}"
     )
 
 
@@ -167,24 +173,18 @@ def fp8(record: Record) -> str:
     kernels = {"nybble": "narrow_fp8", "`_scaled_mm`": "torch._scaled_mm", "DeepGEMM": "DeepGEMM"}
     columns = {f"by row, {name}": ("fp8_channel", kernel) for name, kernel in list(kernels.items())[:2]}
     columns |= {f"by block, {name}": ("fp8_block128", kernel) for name, kernel in kernels.items()}
-    rows = [row for row in record["rows"] if "fast accumulation" not in row["kernel"]]
-    body = []
-    for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in rows):
-        found = [row for row in rows if (row["m"], row["n"], row["k"]) == (m, n, k)]
-        cells = (
-            max(
-                (r["ratio"] for r in found if r.get("weight") == weight and r["kernel"].startswith(kernel)),
-                default=None,
-            )
-            for weight, kernel in columns.values()
-        )
-        body.append([f"{n} × {k}", str(m), *("" if ratio is None else f"{ratio:.2f}x" for ratio in cells)])
+    asked = {name: partial(_is_fp8, *column) for name, column in columns.items()}
     return (
         f"Products alone, times as fast as cuBLAS in bf16 in the same minutes, on one {record['device']} "
         f"(torch {record['versions']['torch']}, {record['date'][:10]}, commit {record['commit']}); "
         f"the better of two tiles.\n\n"
-        f"{table(['weight', 'M', *columns], body)}"
+        f"{best_by_shape(record['rows'], asked)}"
     )
+
+
+def _is_fp8(weight: str, kernel: str, row: Record) -> bool:
+    exact = "fast accumulation" not in row["kernel"]
+    return exact and row.get("weight") == weight and row["kernel"].startswith(kernel)
 
 
 def producers(record: Record) -> str:
