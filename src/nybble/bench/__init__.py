@@ -52,6 +52,7 @@ _BEYOND_CACHE = 300_000_000  # bytes that rotate: five times an H200's L2
 _RUNS, _REPLAYS = 7, 2
 _LONG = 3000.0  # microseconds that a replay need not exceed
 _OURS = "linear_"
+_LEGEND = 6  # entries in a line
 _HOPELESS = 2.5  # times the best prediction, with which --plans times no plan
 _FASTER_THAN_A_COPY = 1.15  # reading alone is a little faster than reading and writing
 
@@ -278,7 +279,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str, copy: float) -> Non
                           label=f"{fmt}, {kernel}")  # fmt: skip
             axis.axhline(limit, color="black", linewidth=1)
             axis.set(xscale="log")
-            axis.set_xticks(tokens, [str(m) for m in tokens])
+            axis.set_xticks(_apart(tokens), [str(m) for m in _apart(tokens)])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         axes[0][column].set_title(f"weight {n} × {k}")
@@ -288,11 +289,20 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str, copy: float) -> Non
     for row in axes:
         row[0].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.legend(handles, labels, loc="lower center", ncols=_LEGEND, frameon=False)
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.02 + 0.03 * math.ceil(len(labels) / _LEGEND), 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _apart(tokens: list[int]) -> list[int]:
+    """Of ascending numbers those whose labels do not run into each other on a logarithmic axis."""
+    kept = tokens[:1]
+    for m in tokens[1:]:
+        if m > kept[-1] * (tokens[-1] / tokens[0]) ** (1 / 9):
+            kept.append(m)
+    return kept
 
 
 def _weights(text: str) -> list[tuple[int, int]]:
