@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,6 +74,26 @@ def test_the_reference_is_asked_without_being_changed() -> None:
     assert same(inputs[0], before)
     assert expected.touched == {0}
     assert same(expected.after[0], before + 1)
+
+
+LOOKUP = """import torch
+def look(rows, at): return rows[at.long()]
+def get_inputs(): return [torch.randn(24, 8), torch.full((3,), 20, dtype=torch.int32)]
+"""
+
+
+def test_indices_stay_inside_what_they_point_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "look.py").write_text(LOOKUP)
+    problem = Problem(f"{tmp_path}/look.py:look", "cuda")
+    problem.build(1)
+    asked: list[Case] = []
+    monkeypatch.setattr(problem, "expect", asked.append)  # what is asked here would run on the GPU
+    assert list(cases.shapes(problem, 1)) == []
+    assert {len(case.inputs[0]) for case in asked} == {23, 24, 25}
+    assert cases.no_rows(problem, 1) is None
+    plain = cases.given(problem, 1)
+    assert problem.within(plain)
+    assert not problem.within(Case("beyond", [plain.inputs[0], plain.inputs[1] + 4]))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -168,6 +168,17 @@ class Problem:
             self._apart = case.apart, places
         return self._apart[1]
 
+    def within(self, case: Case) -> bool:
+        """Whether indices among the inputs stay inside what they point into, by trying it on a CPU, which raises where
+        they do not: on a GPU that ends every later call of the process."""
+        if self.device == "cpu" or not any(isinstance(v, Tensor) and not _calculates(v) for v in case.inputs):
+            return True
+        try:
+            self._run(case, upcast=False, device="cpu")
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            return False
+        return True
+
     def once(self, case: Case) -> Any:
         """The framework's own result in the problem's precision."""
         return self._run(case, upcast=False)[0]
@@ -177,12 +188,13 @@ class Problem:
         with _told(self.spec, f"{self.name} on its own inputs"):
             self.once(case)
 
-    def _run(self, case: Case, upcast: bool) -> tuple[Any, list[Any], State]:
+    def _run(self, case: Case, upcast: bool, device: str | None = None) -> tuple[Any, list[Any], State]:
         """(result, inputs afterwards, state afterwards), nothing of the case or the problem changed."""
-        given = [_prepare(v, self.device, upcast) for v in case.inputs]
+        place = device or self.device
+        given = [_prepare(v, place, upcast) for v in case.inputs]
         model = self.model if self.function else copy.deepcopy(self.model)
         if isinstance(model, torch.nn.Module):
-            model = model.double() if upcast else model
+            model = model.to(place).double() if upcast else model.to(place)
             model.load_state_dict(self.state if case.state is None else case.state)
         with torch.no_grad():
             result = model(*given)
@@ -195,6 +207,10 @@ class Problem:
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits, NaN included."""
     return a.shape == b.shape and a.dtype == b.dtype and to_bytes(a) == to_bytes(b)
+
+
+def _calculates(value: Tensor) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _bare(value: Any) -> Any:
