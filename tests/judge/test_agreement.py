@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nybble.judge.agreement import budget, complaint, distance
+from nybble.judge.agreement import budget, complaint, condition, distance
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -74,3 +74,10 @@ def test_the_condition_of_the_problem_widens_the_budget() -> None:
     plain = budget(r, r.float(), r)
     shaken = budget(r, r.float(), r * (1 + 1e-4))
     assert shaken.total > 100 * plain.total
+
+
+def test_the_condition_of_an_op_multiplies_what_it_declares() -> None:
+    r = torch.ones(8)
+    assert condition(r * (1 + 2.0**-23), r) == 1.0
+    assert condition(r * (1 + 2.0**-12), r) == pytest.approx(1024, rel=1e-3)
+    assert condition(torch.full((8,), 1e-40), torch.zeros(8)) == 1.0

@@ -9,7 +9,9 @@ import torch
 
 from nybble import bench
 from nybble.errors import BadInput, Mismatch
+from nybble.judge import cases
 from nybble.judge.gate import admit
+from nybble.judge.op_problem import OpProblem
 
 SMALL = {"rmsnorm": "add_rmsnorm", "silu_mul": "silu_mul", "rope_cache": "rope_cache_",
          "decode_attention": "decode_attention", "rmsnorm_linear": "rmsnorm_linear",
@@ -30,6 +32,24 @@ def test_our_ops_are_admitted(op: str, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bench_asks_about_the_formats_that_it_times(device: str) -> None:
     assert bench.judged(["nvfp4", "int4_g128"], device).endswith("nvfp4, int4_g128")
+
+
+def test_a_declared_agreement_gives_way_to_the_condition_of_a_question_only() -> None:
+    problem = OpProblem("op:rope_attention", "cpu")
+    problem.build(0)  # a float32 case
+    declared = problem.op.agreement.limits[torch.float32]
+    ordinary = problem.expect(cases.given(problem, 0))
+    assert ordinary is not None
+    assert ordinary.budgets[0].total <= 4 * declared
+    apart = next(c for c, _ in cases.redrawn(problem, 0, cases.DRAWS) if c.label == "rows of different size")
+    expected = problem.expect(apart)
+    assert expected is not None
+    assert expected.budgets[0].total > 50 * declared  # plain float32 attention is 45 times the declared limit away
+    exact = OpProblem("op:linear_exact", "cpu")
+    exact.build(0)
+    answer = exact.expect(cases.given(exact, 0))
+    assert answer is not None
+    assert answer.budgets[0].total == 0
 
 
 @pytest.mark.parametrize("flaw", ["1.02 * y", "y.float().to(torch.float8_e4m3fn).to(y.dtype)", "KEPT.setdefault(0, y)"])

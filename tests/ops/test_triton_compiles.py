@@ -104,6 +104,20 @@ PRODUCERS = [
     producer("mxint8", 0, 0, (512, 0, 0)),
 ]  # one instance a way to scale and to code
 
+ATTENTION = "nybble.ops.decode_attention.triton:_part_kernel"
+SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+"""What a program may use; 8.6 and 8.9 have what 12.0 has."""
+
+
+def attention(dtype: str, itemsize: int, d: int) -> tuple[dict, dict]:
+    """Signature and constants of the attention's kernel as it is launched."""
+    from nybble.ops.decode_attention.triton import step_keys
+
+    signature, constants = KERNELS[ATTENTION]
+    caches = dict.fromkeys(("q", "k_cache", "v_cache"), dtype)
+    return {**signature, **caches}, {**constants, "D": d, "BD": d, "KEYS": step_keys(d, itemsize)}
+
+
 # A process of its own, since here the kernels are interpreted functions.
 PROGRAM = """
 import json, sys
@@ -122,7 +136,7 @@ for name, (signature, constants) in json.loads(sys.argv[1]):
             constants["MACHINE"] = 2 if target >= 89 else 1
         source = ASTSource(fn, signature, {(fn.arg_names.index(c),): v for c, v in constants.items()})
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32))
-        print(json.dumps([name, target, len(compiled.asm["cubin"]), compiled.asm["ptx"]]))
+        print(json.dumps([name, compiled.metadata.shared, len(compiled.asm["cubin"]), compiled.asm["ptx"]]))
 """
 
 
@@ -151,13 +165,15 @@ def test_compiles(target: int, monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # a cached cubin would hide a break
     instances = [*KERNELS.items(), *((PRODUCER, instance) for instance in PRODUCERS)]
+    instances += [(ATTENTION, attention(*kind, d)) for kind in (("*fp32", 4), ("*fp16", 2)) for d in (64, 128, 256)]
     command = [sys.executable, "-c", PROGRAM, json.dumps(instances), json.dumps([target])]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(lines) == len(instances)
-    for name, _, size, ptx in lines:
+    for name, shared, size, ptx in lines:
         assert size > 0
+        assert shared <= SHARED_BYTES[target], name
         assert not taken_apart(ptx), f"{name} for sm_{target}"
 
 

@@ -19,6 +19,7 @@ Where the exact result is representable and the framework finds it, any order of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 _SLACK_TOTAL = {torch.float64: 32.0, torch.float32: 32.0, torch.bfloat16: 3.0, torch.float16: 3.0}
 _SLACK_WORST = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+_ORDINARY = 2.0**-22  # of a float32 result, by the move of inputs
 _ORDER_UNKNOWN = 16.0  # more slack where no float64 result exists to measure the honest error against
 
 
@@ -74,6 +76,12 @@ def distance(y: Tensor, reference: Tensor) -> Distance:
     norm = float(size.norm())
     total = float(error.norm()) / norm if norm else (0.0 if float(error.norm()) == 0 else float("inf"))
     return Distance(total, float(ratio.max()), _unravel(int(ratio.argmax()), r))
+
+
+def condition(moved: Tensor, reference: Tensor) -> float:
+    """How many times farther than ordinarily (four roundings) inputs moved by one rounding move a float32 result."""
+    total = distance(moved, reference).total
+    return max(1.0, total / _ORDINARY) if math.isfinite(total) else 1.0
 
 
 def _unravel(index: int, tensor: Tensor) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def cases(device: str = "cpu") -> Iterator[tuple[str, tuple[Any, ...]]]:
     beyond the length, which must not be seen."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 9, 3, 64, 200, 77), (2, 4, 4, 40, 65, 0), (3, 8, 1, 72, 120, 119), (0, 2, 1, 64, 8, 1),
-              (1, 2, 2, 128, 300, 299), (1, 4, 2, 16, 64, 63))  # fmt: skip
+              (1, 2, 2, 128, 300, 299), (1, 4, 2, 16, 64, 63), (1, 2, 1, 256, 70, 69))  # fmt: skip
     for number, (batch, hq, hkv, d, s, p) in enumerate(shapes):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
         q = torch.randn(batch, hq, d, generator=generator).to(device, dtype)

@@ -15,7 +15,8 @@ from torch import Tensor
 from nybble.ops._declare import Implementation
 from nybble.ops._early import begin, early
 
-_KEYS = 64  # keys a step
+_KEYS = 64  # keys a step, at most
+_STEP_BYTES = {2: 32768, 4: 16384}  # of its keys, by a value's bytes: float32 stages five times as much, of 99 KB
 _PROGRAMS = 264  # enough to fill 132 multiprocessors twice
 
 
@@ -76,6 +77,11 @@ def parts_for(heads: int, s: int) -> int:
     return max(1, min(64, _PROGRAMS // max(heads, 1), -(-s // _KEYS)))
 
 
+def step_keys(columns: int, itemsize: int) -> int:
+    """Keys of a step whose rows hold `columns` values: what shared memory has room for, 16 (a product's) to 64."""
+    return max(16, min(_KEYS, _STEP_BYTES[itemsize] // (columns * itemsize)))
+
+
 def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Tensor:
     batch, kv_heads, s, d = k_cache.shape
     heads, group = batch * kv_heads, q.shape[1] // kv_heads
@@ -88,7 +94,7 @@ def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Te
     bd, bg = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(group))
     _part_kernel[(heads, parts)](
         q.contiguous(), k_cache, v_cache, position, part_o, part_ml, s, d**-0.5,
-        group, parts, d, bd, bg, _KEYS, num_warps=4, **early(q.device),
+        group, parts, d, bd, bg, step_keys(bd, q.element_size()), num_warps=4, **early(q.device),
     )  # fmt: skip
     _join_kernel[(heads, group)](
         part_o, part_ml, o, group, parts, d, bd, triton.next_power_of_2(parts), num_warps=4, **early(q.device)
