@@ -56,12 +56,30 @@ class Choice:
         return "\n".join([head, *(f"  {time:8.2f} us  {plan}" for time, plan in self.scored)])
 
 
-_GRIDS = {
+_SLICED = {
     1: ((2, 1, 16), (1, 1, 16), (2, 2, 8), (1, 2, 8), (2, 4, 4)),
     2: ((2, 4, 4), (1, 4, 4), (1, 2, 8)),
     4: ((1, 4, 4), (1, 2, 8), (1, 2, 4)),
 }
-"""Token tiles -> (row tiles, warps over rows, warps over columns) that did well."""
+"""Token tiles -> (row tiles, warps over rows, warps over columns) that did well where K is split over blocks."""
+_WARPS = 16
+"""Of a processor, in one block or two."""
+
+
+def _blocks(p: Problem, places: int) -> Iterator[tuple[int, int, int]]:
+    """(row tiles, warps over rows, warps over columns) of blocks that have all of K.
+
+    Between two units of rows a block's warps meet. Among the widths is therefore the one with which every block has a
+    single unit: warps over rows for all the tiles that an even spread gives it.
+    """
+    room = _WARPS // places
+    for rt in (1, 2):
+        share = -(-p.tiles // (p.machine.processors * places * rt))
+        for wn in sorted({1, 2, 4, 8, 16, share}):
+            if wn <= room:
+                most = room // wn
+                even = max(wk for wk in range(1, most + 1) if p.chunks % wk == 0)
+                yield from ((rt, wn, wk) for wk in sorted({most, even}) if 8 * wn * wk >= 5 * room)
 
 
 _WARPGROUPS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
@@ -70,14 +88,15 @@ _WARPGROUPS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 
 def candidates(p: Problem) -> Iterator[Plan]:
     """Every way to run the kernels that is worth considering, whether it fits or not."""
-    most = next(t for t in _GRIDS if 8 * t >= min(p.m, STREAM_TOKENS))
+    most = next(t for t in _SLICED if 8 * t >= min(p.m, STREAM_TOKENS))
     # More slices than four, and fewer tokens at once than there are, only help where x would not fit otherwise.
-    for mt, slices, stages in product([t for t in _GRIDS if t <= most], (1, 2, 4, 8, 16, 32), (2, 3, 4)):
-        if slices <= 4 or p.k > 16384:
-            # Four warps over rows only pay where each has several tokens' sums to keep.
-            yield from (Stream(mt, rt, wn, wk, stages, slices) for rt, wn, wk in _GRIDS[mt] if wn < 4 or p.m > 2)
-            if p.m <= 8 and slices == 1:  # smaller blocks, two to a processor: one starts while the other ends
-                yield from (Stream(1, *grid, stages, places=2) for grid in ((1, 1, 8), (2, 1, 8), (1, 2, 4)))
+    for mt, slices, stages in product([t for t in _SLICED if t <= most], (1, 2, 4, 8, 16, 32), (2, 3, 4, 5)):
+        if slices == 1 and mt < 4:
+            yield from (Stream(mt, *grid, stages) for grid in _blocks(p, 1))
+            if p.m <= 8:  # smaller blocks, two to a processor: one starts while the other ends
+                yield from (Stream(1, *grid, stages, places=2) for grid in _blocks(p, 2))
+        elif slices <= 4 or p.k > 16384:
+            yield from (Stream(mt, *grid, stages, slices) for grid in _SLICED[mt])
     widths = [(n, b) for n, b in ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2)) if n * b < 2 * p.m or n == 16]
     for (groups, split), (n, b), stages, cluster, tiles in product(
         _WARPGROUPS, widths[-3:], (5, 8, 3), (1, 2, 4), (1, 2)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nybble.ops.linear.macros import COLUMNS, describe, lane_scale_bytes
-from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
+from nybble.ops.linear.problem import PER_MICROSECOND, Problem, lane
 
 PIECE_COLUMNS = 8
 """around.cuh's: the columns that a thread reads at once, 16 bytes."""
 _RESERVED = 1024  # bytes of shared memory that the system takes for every block
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
-_IN_FLIGHT = 48000  # bytes that a processor must have under way to use the memory fully
-_STAGED = 29000.0  # bytes of x that a block of stream.cu stages in a microsecond
+_IN_FLIGHT = 40000  # bytes that a processor must have under way to use the memory fully
+_STAGED = 24000.0  # bytes of x that a block of stream.cu stages in a microsecond
+_DECODE = {0: 88, 1: 102, 2: 180, 3: 340}  # instructions for a tile by the kind of element, and what they wait for
 _MOST_PIECES = 4  # of all tokens that a thread may hold
 
 
@@ -103,23 +104,20 @@ class Stream:
 
     def score(self, p: Problem) -> float:
         """Predicted microseconds."""
-        passes, m = -(-p.m // (8 * self.mt)), min(p.m, 8 * self.mt)
+        passes, m, d = -(-p.m // (8 * self.mt)), min(p.m, 8 * self.mt), describe(p.format)
         units, (rows, _) = self.units(p), self.grid(p)
         sharing = -(-rows // p.machine.processors)  # blocks of the fullest processor
         walked = -(-units // rows)  # units of the most loaded block
         steps = walked * -(-self.slice_chunks(p) // self.wk)
-        work = self.rt * (DECODE[describe(p.format)["CODE"]] + 24 * self.mt) + 24 * self.mt + 80
+        work = self.rt * (_DECODE[d["CODE"]] + 20 * self.mt) + 24 * self.mt + 70
         issue = sharing * steps * self.wn * self.wk / 4 * work / PER_MICROSECOND * 1.3
         load = sharing * walked * min(rows, p.machine.processors) / units  # against an even one
-        d = describe(p.format)
-        held = (
-            d["TILE_BYTES"] // 32 + lane_scale_bytes(p.format, p.fp16) + d["ZERO_BYTES"]
-        )  # bytes of a tile that a lane holds
+        # bytes of a tile that a lane holds
+        held = d["TILE_BYTES"] // 32 + lane_scale_bytes(p.format, p.fp16) + d["ZERO_BYTES"]
         flying = sharing * (self.stages - 1) * self.threads * self.rt * held
         lean = 1 + 0.15 * max(0.0, 1 - flying / _IN_FLIGHT)
-        crowded = 1.35 if self.rt > 1 and held > 40 else 1.0  # two such tiles leave too few registers
-        weights = crowded * lean * max(p.memory_time * load, issue, steps * 600 / PER_MICROSECOND)
+        weights = lean * max(p.memory_time * load, issue, steps * 600 / PER_MICROSECOND)
         tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED
-        second = 1.2 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
-        fill = 1.2e-5 * self.stages * self.threads * self.rt * describe(p.format)["TILE_BYTES"] / 32
-        return passes * (1.2 + fill + tokens + weights + 0.06 * walked + second)
+        second = 0.9 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
+        fill = 8.5e-6 * self.stages * self.threads * self.rt * d["TILE_BYTES"] / 32
+        return passes * (1.4 + fill + tokens + weights + 0.21 * walked + second)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from nybble.ops.linear.macros import COLUMNS, ROWS, describe, sums_take_scale, tile_refusal
-from nybble.ops.linear.problem import DECODE, PER_MICROSECOND, Problem, lane
+from nybble.ops.linear.problem import PER_MICROSECOND, Problem, lane
 
 MMA_TOKENS = 16
 """Go through mma rather than wgmma."""
@@ -58,6 +58,7 @@ class _Pace:
 # 8-bit floats whose scales the sums take, and tables; fitted to benchmarks/results/h200/linear-nf4-fp8block.json.
 _SUMS = _Pace(1.27, 1.52, 310.0, 620.0, 2.0, (305.0, 615.0))
 _LOOK_UPS = _Pace(1.99, 3.35, 230.0, 1100.0, 2.0, (420.0, 595.0))
+_DECODE = {0: 88, 1: 102, 2: 150, 3: 230}  # instructions for a tile of 16 × 128 by the kind of element
 _TABLE_FILLED = 1.05  # microseconds that a block of widen.cu takes to fill its table
 
 
@@ -65,7 +66,7 @@ def _pace(p: Problem) -> _Pace:
     if sums_take_scale(p.format):
         return _SUMS
     found = describe(p.format)
-    decode = DECODE[found["CODE"]] / DECODE[0]
+    decode = _DECODE[found["CODE"]] / _DECODE[0]
     return _LOOK_UPS if found["TABLE_BYTES"] else _Pace(decode, decode)
 
 

@@ -14,8 +14,6 @@ from nybble.ops.linear.macros import COLUMNS, ROWS
 
 PER_MICROSECOND = 1755.0
 """Cycles, under load."""
-DECODE = {0: 88, 1: 102, 2: 150, 3: 230}
-"""Instructions for a tile by the kind of element."""
 
 
 @dataclass(frozen=True)
