@@ -189,6 +189,7 @@ __device__ __forceinline__ void consume(float (*sum)[TOKENS_N / 2], u32 base, u3
     if (lane == 0) barrier_arrive(empty + stage * 8);
 #else
     start_half<0>(sum, a, tiles[0], x, lookup);
+    __syncwarp();
     if (lane == 0) barrier_arrive(empty + before * 8);  // nothing reads the stage before any more
     start_half<1>(sum, b, tiles[0], x, lookup);
 #endif

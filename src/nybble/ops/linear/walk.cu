@@ -87,6 +87,7 @@ struct Memory {
   __device__ __forceinline__ u32 x_full(u32 stage) const { return w(W_STAGES, 0) + stage * 8; }
   __device__ __forceinline__ u32 x_empty(u32 stage) const { return x_full(X_STAGES) + stage * 8; }  // one more, for nothing
   __device__ __forceinline__ u32 w_full(u32 stage) const { return x_empty(X_STAGES + 1) + stage * 8; }
+  // Every lane gives back what it has read, so that nothing but this barrier orders its reads before the next copy.
   __device__ __forceinline__ u32 w_empty(u32 stage) const { return w_full(W_STAGES) + stage * 8; }
 };
 
@@ -184,7 +185,7 @@ struct Walk {
       w.next();
       read(tile, more ? w.stage : stage, more ? w.phase : phase);
       move_on();
-      if (lane == 0) barrier_arrive(memory.w_empty(stage));
+      barrier_arrive(memory.w_empty(stage));
       operands<0>(a, tile, lookup());
       wgmma_wait<0>();
       rescale<SUMS_OF_THREAD>(sum, units, more ? Units(tile) : Units());
@@ -208,7 +209,7 @@ struct Walk {
       Tile tile;
       read(tile, w.stage, w.phase);
       start<0>(sum, a, tile, chunk);
-      if (lane == 0) barrier_arrive(memory.w_empty(w.stage));
+      barrier_arrive(memory.w_empty(w.stage));
       start<1>(sum, b, tile, true);
       if (leads && chunk + 1 == min(SKEW, chunks)) arrive(3, 256);
     }
@@ -298,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   if (threadIdx.x == 0) {
     for (int i = 0; i < X_STAGES; ++i) barrier_init(memory.x_full(i), 1);
     for (int i = 0; i <= X_STAGES; ++i) barrier_init(memory.x_empty(i), CLUSTER * WARPS);
-    for (int i = 0; i < W_STAGES; ++i) barrier_init(memory.w_full(i), 1), barrier_init(memory.w_empty(i), WARPS);
+    for (int i = 0; i < W_STAGES; ++i) barrier_init(memory.w_full(i), 1), barrier_init(memory.w_empty(i), 32 * WARPS);
     barrier_init_fence();
   }
 #if CODE == TABLE
