@@ -12,7 +12,7 @@ PIECE_COLUMNS = 8
 _RESERVED = 1024  # bytes of shared memory that the system takes for every block
 _SUM_STRIDE = 20  # stream.cu's RED_STRIDE
 _IN_FLIGHT = 40000  # bytes that a processor must have under way to use the memory fully
-_STAGED = 24000.0  # bytes of x that a block of stream.cu stages in a microsecond
+_STAGED = 23000.0  # bytes of x that a block of stream.cu stages in a microsecond
 _DECODE = {0: 88, 1: 102, 2: 180, 3: 340}  # instructions for a tile by the kind of element, and what they wait for
 _MOST_PIECES = 4  # of all tokens that a thread may hold
 
@@ -109,15 +109,15 @@ class Stream:
         sharing = -(-rows // p.machine.processors)  # blocks of the fullest processor
         walked = -(-units // rows)  # units of the most loaded block
         steps = walked * -(-self.slice_chunks(p) // self.wk)
-        work = self.rt * (_DECODE[d["CODE"]] + 20 * self.mt) + 24 * self.mt + 70
+        work = self.rt * (_DECODE[d["CODE"]] + 34 * self.mt) + 4.6 * self.mt + 54
         issue = sharing * steps * self.wn * self.wk / 4 * work / PER_MICROSECOND * 1.3
         load = sharing * walked * min(rows, p.machine.processors) / units  # against an even one
         # bytes of a tile that a lane holds
         held = d["TILE_BYTES"] // 32 + lane_scale_bytes(p.format, p.fp16) + d["ZERO_BYTES"]
         flying = sharing * (self.stages - 1) * self.threads * self.rt * held
-        lean = 1 + 0.15 * max(0.0, 1 - flying / _IN_FLIGHT)
+        lean = 1 + 0.087 * max(0.0, 1 - flying / _IN_FLIGHT)
         weights = lean * max(p.memory_time * load, issue, steps * 600 / PER_MICROSECOND)
-        tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED
-        second = 0.9 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
-        fill = 8.5e-6 * self.stages * self.threads * self.rt * d["TILE_BYTES"] / 32
-        return passes * (1.4 + fill + tokens + weights + 0.21 * walked + second)
+        tokens = m * self.slice_chunks(p) * 2 * COLUMNS / _STAGED * (1 + 0.74 * (sharing - 1))
+        second = 0.91 + 2 * self.slices * m * p.n * 4 / 3.5e6 if self.slices > 1 else 0.0
+        fill = 5.8e-6 * self.stages * self.threads * self.rt * d["TILE_BYTES"] / 32
+        return passes * (1.7 + fill + tokens + weights + 0.33 * walked + second)

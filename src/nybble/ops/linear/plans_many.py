@@ -197,7 +197,8 @@ class Tile:
         busy = rounds * -(-self.slice_chunks(p) // self.split) * self._round(p, resident) * slow / PER_MICROSECOND
         busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
         again = _AGAIN if p.m > 64 else _pace(p).again
-        end = 2.6 + tokens * self.warpgroups * self.tiles / 250 + again * (rounds - 1) / resident
+        end = (3.2 if tokens == MMA_TOKENS else 2.6) + tokens * self.warpgroups * self.tiles / 250
+        end += again * (rounds - 1) / resident
         meeting = 0.6 + 0.004 * self.cluster * tokens if self.cluster > 1 else 0.0
         meeting += 0.3 if self.split > 1 and self.tokens > MMA_TOKENS else 0.0
         return max(busy, p.memory_time * 1.1) + end + meeting
