@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,11 +42,15 @@ def test_devices() -> None:
         machine.find_device("cuda:99")
 
 
-@pytest.mark.parametrize(("load", "expected"), [(0.0, False), (3.0, False), (3.1, True)])
-def test_busy(monkeypatch: pytest.MonkeyPatch, load: float, expected: bool) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert machine.busy() is expected
+def test_threads_tell_how_long_they_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = tmp_path / "task"
+    monkeypatch.setattr(machine, "Path", lambda path: {"/proc/self/task": tasks}[path])
+    assert machine.waited() == {}, "a system that has no such files"
+    for thread, line in (("41", "9000000000 250000000 77\n"), ("42", "1 0 1\n")):
+        (tasks / thread).mkdir(parents=True)
+        (tasks / thread / "schedstat").write_text(line)
+    (tasks / "43" / "schedstat").mkdir(parents=True)
+    assert machine.waited() == {"41": 0.25, "42": 0.0}, "one that cannot be read is left out"
 
 
 def test_a_system_without_cpuinfo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -95,11 +96,16 @@ def describe(device: str = "cpu") -> Machine:
     return Machine("cpu", name, torch.get_num_threads(), _memory(), None, features, torch.__version__, system)
 
 
-def busy() -> bool:
-    """Whether other work competes for the processors: over the last minute, more than one thread had to wait."""
-    if not hasattr(os, "getloadavg"):
-        return False
-    return os.getloadavg()[0] > (os.cpu_count() or 1) + 1
+def waited() -> dict[str, float]:
+    """Seconds that each thread of this process was ready to run and had no processor, by its number.
+
+    Empty where the system does not tell; Linux does, in containers too.
+    """
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return found
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -245,6 +245,32 @@ def test_a_slow_model_stops_at_its_limit(
     monkeypatch.setattr(decode.time, "perf_counter", lambda: float(next(clock)))
     speeds = decode.race({"slow": model}, windows[0][:3], tokens=50, rounds=3, limit=5.0)
     assert speeds["slow"].tokens == 2
+    assert speeds["slow"].turns == (1.0, 1.0), "a second turn, so that it could disagree; no third"
+
+
+def test_every_turn_tells_its_time(
+    model: nn.Module, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only steps move: 1, 4 and 2 ticks a token in the three turns."""
+    now, turn, ticks = [0.0], [-1], (1.0, 4.0, 2.0)
+    start, step = decode.Runner.start, decode.Runner.step
+
+    def counted(self: decode.Runner, prompt: torch.Tensor) -> torch.Tensor:
+        turn[0] += 1
+        return start(self, prompt)
+
+    def timed(self: decode.Runner, token: int) -> torch.Tensor:
+        now[0] += ticks[turn[0]]
+        return step(self, token)
+
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(decode.Runner, "start", counted)
+    monkeypatch.setattr(decode.Runner, "step", timed)
+    monkeypatch.setattr(decode, "_unrest", lambda *args: pytest.fail("the definition is another run"))
+    speed = decode.race({"model": model}, windows[0][:3], tokens=6, rounds=3, limit=15.0)["model"]
+    assert speed.turns == ticks
+    assert speed.tokens == 5 + 1 + 2, "until more than five of 15 seconds are over, the first token untimed"
+    assert speed.seconds == 1.0
 
 
 def test_an_empty_prompt_is_refused(model: nn.Module) -> None:

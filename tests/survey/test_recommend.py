@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nybble.survey import Original, Row, recommend
@@ -22,6 +24,7 @@ W4_SMALL = row("W4_SMALL", 380, 0.018, 2.35)
 W3 = row("W3", 300, 0.3, 2.9)
 NV = row("NV", 410, 0.01, 0.1, "emulated")
 SLOW = row("SLOW", 500, 0.004, 0.7)
+SHAKY_W8, SHAKY_W4 = (replace(good, tokens_per_second=4.0, speedup=0.1, busy=True) for good in (W8, W4))
 REFUSED = Row("NO", "rtn", path="refused", why="needs a GPU")
 MB = 10**6
 
@@ -44,6 +47,11 @@ CASES = [
     ("a scheme whose speed was not accepted", [row("UNTIMED", 300, 0.001, None)], None, None, "original"),
     ("no rows", [], None, None, "original"),
     ("only refusals", [REFUSED], None, 600 * MB, "original"),
+    ("a disturbed one is not taken", [W8, replace(W4, speedup=50.0, busy=True)], None, None, "W8"),
+    ("nor are others left for its sake", [W8, SHAKY_W4], None, None, "W8"),
+    ("the original waits for speeds that can be trusted", [SHAKY_W8, SHAKY_W4], None, None, "original"),
+    ("a byte limit keeps only disturbed ones: the best", [SHAKY_W8, SHAKY_W4, NV], None, 600 * MB, "W8"),
+    ("a disturbed one that is not good enough", [W8, replace(W3, busy=True)], None, None, "W8"),
     ("a limit is included", [row("EDGE", 400, 0.02, 2.0)], 0.02, 400 * MB, "EDGE"),
 ]
 
@@ -66,6 +74,32 @@ def test_the_reason_holds_the_numbers() -> None:
     reason = recommend([W8, W4], ORIGINAL).reason
     for part in ("400 MB instead of 1000 MB (40%)", "2.40x", "96.0 tokens/s", "KL 0.015", "10.15", "+1.5%", "KL 0.02"):
         assert part in reason
+
+
+DOUBT = "something disturbed the machine each time {} decoded"
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_bytes", "doubtful"),
+    [
+        ([W8, W4], None, None),
+        ([W8, SHAKY_W4], None, "W4"),
+        ([SHAKY_W8, SHAKY_W4, NV], None, "W8, W4"),
+        ([SHAKY_W8, SHAKY_W4, NV], 450 * MB, "W4"),
+        ([W8, replace(W3, busy=True)], None, None),
+        ([W8, replace(NV, busy=True)], None, None),
+    ],
+    ids=["none", "one that could be faster", "all", "all that fit", "not good enough", "emulated"],
+)
+def test_speeds_that_could_have_decided_are_named(rows: list[Row], max_bytes: int | None, doubtful: str | None) -> None:
+    reason = recommend(rows, ORIGINAL, None, max_bytes).reason
+    assert ("This may change" in reason) == (doubtful is not None)
+    assert doubtful is None or (DOUBT.format(doubtful) in reason and "The same command measures it again." in reason)
+
+
+def test_a_disturbed_speed_is_never_told_as_one() -> None:
+    for limit in (None, 450 * MB, 600 * MB):
+        assert "0.10x" not in recommend([SHAKY_W8, SHAKY_W4], ORIGINAL, None, limit).reason
 
 
 def test_emulated_is_called_so() -> None:

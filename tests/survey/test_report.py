@@ -121,10 +121,26 @@ def test_nothing_is_planned_for_what_was_emulated() -> None:
     assert len(plot.draw(replace(result(2), rows=[native, emulated])).axes[1].get_lines()[0].get_xdata()) == 1
 
 
-def test_speeds_of_a_busy_machine_are_called_unsteady() -> None:
-    assert "busy" not in report.page(result(3)).split("<svg")[0]
+def test_speeds_of_a_disturbed_machine_are_marked() -> None:
+    note = "Speeds marked ? are not to be trusted"
+    assert note not in report.page(result(3))
     noisy = replace(result(3), rows=[replace(row, busy=row.scheme == "SCHEME_1") for row in rows(3)])
-    assert "while 1 of 4 rows were measured" in report.page(noisy)
+    content = report.page(noisy)
+    assert f"{note} (SCHEME_1): " in content
+    assert [content.count(f"<td>{figure}</td>") for figure in ("41.0?", "1.02?", "41.0", "42.0", "1.05")] == [
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
+    assert [text.get_text() for text in plot.draw(noisy).axes[1].texts] == [" 1.00x", " 1.02x?", " 1.05x"]
+
+
+def test_a_disturbed_original_is_marked() -> None:
+    content = report.page(replace(result(1), original=replace(ORIGINAL, busy=True)))
+    assert "not to be trusted (original): " in content
+    assert content.count("<td>40.0?</td>") == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 22, 40])

@@ -40,6 +40,16 @@ def test_rows_come_back(tmp_path: Path) -> None:
     assert again.row("W4A16", "gptq") is None
 
 
+def test_what_was_disturbed_is_measured_again(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.save_original(replace(ORIGINAL, busy=True))
+    first.save(replace(ROW, busy=True))
+    again = opened(tmp_path)
+    assert (again.original(), again.row("W4A16", "rtn")) == (None, None)
+    again.save(ROW)
+    assert again.row("W4A16", "rtn") == ROW
+
+
 @pytest.mark.parametrize("field", list(Identity.__dataclass_fields__))
 def test_another_survey_is_not_mixed_in(tmp_path: Path, field: str) -> None:
     opened(tmp_path).save(ROW)

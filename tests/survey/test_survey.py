@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nybble.models import text
 from nybble.ops import QuantLinear
 from nybble.planner import here, plan
 from nybble.planner.machines import TABLE, Machine
-from nybble.survey import Original, Request, Result, Row, measure, run, store, survey
+from nybble.survey import Original, Request, Result, Row, measure, run, steady, store, survey
 from nybble.survey.paths import service
 
 SCHEMES = ("W8A16", "W4A16_G32", "NVFP4", "W2A16")
@@ -59,8 +60,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Decode a little only."""
-    race = measure.race
-    monkeypatch.setattr(measure, "race", lambda models, prompt: race(models, prompt, tokens=2, rounds=1))
+    race = steady.race
+    monkeypatch.setattr(steady, "race", lambda models, prompt: race(models, prompt, tokens=2, rounds=1))
+    monkeypatch.setattr(steady, "ELSEWHERE", math.inf)  # what is asked here must not depend on how fast it runs,
+    monkeypatch.setattr(steady, "waited", dict)  # nor on what else does
     return
 
 
@@ -134,6 +137,61 @@ def test_a_finished_survey_is_read_not_measured(place: Path, monkeypatch: pytest
     tight = survey(request(place, "twice", max_kl=1e-9), Watch())
     assert tight.recommendation is not None
     assert tight.recommendation.scheme == "original"
+
+
+@pytest.fixture
+def disturb(quick: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float], None]:
+    """Makes every race of this lane come out as on a disturbed machine; a factor of 1 ends it."""
+    race, factors = steady.race, {}
+
+    def raced(models: Any, prompt: Any) -> Any:
+        found = race(models, prompt)
+        return {k: replace(v, turns=(v.seconds / factors.get(k, 1.0),)) for k, v in found.items()}
+
+    monkeypatch.setattr(steady, "race", raced)
+    return factors.__setitem__
+
+
+def test_a_disturbed_row_is_told_and_measured_again(place: Path, disturb: Callable[[str, float], None]) -> None:
+    disturb("W8A16", 2.0)
+    asked = request(place, "disturbed", schemes=("W8A16", "W4A16_G32"), max_kl=9.0)
+    watch = Watch()
+    found = survey(asked, watch)
+    assert [row.busy for row in found.rows] == [True, False]
+    assert [step.split(":")[0] for step in watch.steps if "speed again" in step] == ["W8A16"] * steady.REPEATS
+    assert "each time W8A16 decoded" in found.recommendation.reason
+    assert "not to be trusted (W8A16)" in (place / "disturbed" / store.PAGE).read_text(encoding="utf-8")
+    written = json.loads((place / "disturbed" / store.RESULT).read_text())
+    assert [row["busy"] for row in written["rows"]] == [True, False]
+    disturb("W8A16", 1.0)
+    later = Watch()
+    assert not any(row.busy for row in survey(asked, later).rows)
+    assert later.rows == [("W8A16", False), ("W4A16_G32", True)]
+
+
+def test_rows_of_a_disturbed_original_are_measured_again_with_it(
+    place: Path, disturb: Callable[[str, float], None]
+) -> None:
+    """Its dtype was chosen by speeds that say nothing."""
+    disturb("bfloat16", 2.0)
+    asked = request(place, "disturbed original", schemes=("W8A16",))
+    found = survey(asked, Watch())
+    assert (found.original.busy, found.rows[0].busy) == (True, True)
+    disturb("bfloat16", 1.0)
+    later = Watch()
+    found = survey(asked, later)
+    assert (found.original.busy, found.rows[0].busy) == (False, False)
+    assert "original: speed" in later.steps
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_row_that_later_ones_put_in_doubt_is_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "reviewed", lambda rows: [replace(row, busy=row.scheme == "W8A16") for row in rows])
+    asked = request(place, "doubted", schemes=("W8A16", "W4A16_G32"))
+    assert [row.busy for row in survey(asked, Watch()).rows] == [True, False]
+    later = Watch()
+    survey(asked, later)
+    assert later.rows == [("W8A16", False), ("W4A16_G32", True)]
 
 
 @pytest.mark.usefixtures("quick")

@@ -74,7 +74,7 @@ def _conclude(result: Result, options: argparse.Namespace, console: Plain) -> No
         f"\nKL: nats a token to the original, in {original.quality_dtype}; tok/s: one sequence, the original in "
         f"{original.decode_dtype}; ratio: to the original, in turns", soft_wrap=True,
     )  # fmt: skip
-    if note := busy_note(result.rows):
+    if note := busy_note(original, result.rows):
         console.print(f"\n{note}", soft_wrap=True)
     if options.explain:
         console.print("\n" + "\n".join(f"{row.label}: {row.path}: {row.reason}" for row in result.rows), soft_wrap=True)

@@ -130,7 +130,7 @@ class _Lane:
     runs: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
 
     def run(self, prompt: Tensor, tokens: int, limit: float) -> None:
-        """Decode once; the prompt and the first token warm up. Stops after `limit` seconds, one timed token at least."""
+        """Decode once; the prompt and the first token warm up. Stops after `limit` seconds, with one timed at least."""
         begin, times = time.perf_counter(), []
         seen = [self.runner.start(prompt)]
         chosen = [int(seen[0].argmax())]

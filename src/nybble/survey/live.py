@@ -24,8 +24,8 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.perplexity, ".2f" if (row.perplexity or 0) < 1e4 else ".1e"),
         _number(row.kl, ".4f"),
         _number(row.top1, ".1%"),
-        _number(row.tokens_per_second, ".1f"),
-        _number(row.speedup, ".2f"),
+        _number(row.tokens_per_second, ".1f", row.doubt),
+        _number(row.speedup, ".2f", row.doubt),
         _number(row.planned, ".2f"),
         row.path if row.path != "refused" else f"refused: {row.why.splitlines()[0]}",
     )
@@ -34,12 +34,12 @@ def cells(row: Row) -> tuple[str, ...]:
 def original_cells(original: Original) -> tuple[str, ...]:
     """The original's line of the table."""
     whole = Row("original", "", original.bits_per_weight, original.bytes, original.perplexity, 0.0, 1.0,
-                original.tokens_per_second, "native", speedup=1.0, expected=1.0)  # fmt: skip
+                original.tokens_per_second, "native", speedup=1.0, expected=1.0, busy=original.busy)  # fmt: skip
     return cells(whole)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _number(value: float | None, form: str, mark: str = "") -> str:
+    return "–" if value is None else format(value, form) + mark
 
 
 class Screen:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nybble import machine
 from nybble.errors import BadInput, Mismatch, Unsupported
 from nybble.methods import Settings, quantize_, record
 from nybble.methods.compose import plan
 from nybble.methods.select import select
-from nybble.models.decode import Speed, race
+from nybble.models.decode import Speed
 from nybble.models.evaluate import Reference, by_definition, evaluate, reference
 from nybble.ops import QuantLinear
 from nybble.quantize.layouts import DENSE
@@ -31,11 +31,13 @@ from nybble.quantize.schemes import Scheme
 from nybble.quantize.schemes import scheme as find_scheme
 from nybble.survey import expect
 from nybble.survey.paths import service
-from nybble.survey.rows import KEPT_BITS, Original, Row, Service
+from nybble.survey.rows import KEPT_BITS, ORIGINAL, Original, Row, Service
+from nybble.survey.steady import Referee
 
 Tell = Callable[[str], None]
 _PROMPT = 32
 _IGNORE = ("lm_head",)
+_AGAIN = "speed again, since something disturbed the machine"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Bench:
         seed: for methods that draw numbers.
         reference: the original's predictions.
         original: its figures.
+        referee: of its races.
     """
 
     model: nn.Module
@@ -61,6 +64,7 @@ class Bench:
     seed: int
     reference: Reference
     original: Original
+    referee: Referee = field(default_factory=Referee)
 
     @property
     def prompt(self) -> Tensor:
@@ -100,19 +104,21 @@ def prepare(
     tell("original: quality")
     kept = reference(model, windows, lambda done, total: tell(f"original: quality {done}/{total}"))
     copies = {_name(dtype): share(model, dtype) for dtype in dtypes}
+    referee = Referee()
     if known is None:
         tell("original: speed")
-        speeds = race(copies, windows[-1][:_PROMPT])
+        speeds, busy = referee.race(copies, windows[-1][:_PROMPT], lambda: tell(f"original: {_AGAIN}"))
         best = max(copies, key=lambda name: speeds[name].tokens_per_second)
-        known = _original(model, kept, speeds[best], best)
-    return Bench(model, copies, windows, calibration, lessons or calibration, seed, kept, known)
+        known = _original(model, kept, speeds[best], best, busy)
+    referee.fastest = 1 / known.tokens_per_second
+    return Bench(model, copies, windows, calibration, lessons or calibration, seed, kept, known, referee)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str) -> Original:
+def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str, busy: bool) -> Original:
     parameters = sum(p.numel() for p in model.parameters())
     return Original(
         perplexity=kept.quality.perplexity,
@@ -122,6 +128,7 @@ def _original(model: nn.Module, kept: Reference, speed: Speed, dtype: str) -> Or
         decode_dtype=dtype,
         parameters=parameters,
         linears=len(select(model, _IGNORE).linears),
+        busy=busy,
     )
 
 
@@ -170,7 +177,7 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
     many = max(len(ids) for ids in bench.windows)
     window_path, _ = service(fast, many, getattr(torch, dtype))
     other = "" if window_path == path else f"at M = {many} {window_path}"
-    speeds, note = _speeds(bench, fast, scheme.name)
+    speeds, note = _speeds(bench, fast, scheme.name, tell)
     return Row(
         scheme=scheme.name,
         method=method,
@@ -183,7 +190,6 @@ def measure(bench: Bench, name: str, method: str, tell: Tell = lambda text: None
         why=_join(why, other, note, _uncalibrated(bench, scheme)),
         seconds=time.perf_counter() - begin,
         dtype=dtype,
-        busy=machine.busy(),
         window_path=window_path,
         quantize_seconds=quantized - begin,
         expected=expect.speedup(bench.model, scheme, _IGNORE, bench.original.decode_dtype, dtype),
@@ -221,17 +227,19 @@ def _laid_out(quantized: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _speeds(bench: Bench, fast: nn.Module, name: str) -> tuple[dict[str, float], str]:
+def _speeds(bench: Bench, fast: nn.Module, name: str, tell: Tell) -> tuple[dict[str, Any], str]:
     """(the row's figures of speed, measured in turns with the original; what to say where there are none)."""
+    models = {ORIGINAL: bench.copies[bench.original.decode_dtype], name: fast}
     try:
-        speeds = race({"original": bench.copies[bench.original.decode_dtype], name: fast}, bench.prompt)
+        speeds, busy = bench.referee.race(models, bench.prompt, lambda: tell(f"{name}: {_AGAIN}"))
     except Mismatch as error:
         return {}, f"no speed: {error}"
-    own, base = speeds[name], speeds["original"]
+    own, base = speeds[name], speeds[ORIGINAL]
     figures = {
         "tokens_per_second": own.tokens_per_second,
         "speedup": base.seconds / own.seconds,
         "decode_error": own.error,
+        "busy": busy or bench.original.busy,  # it may be held against the original in its slower dtype
     }
     return figures, ""
 

@@ -91,12 +91,12 @@ def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
     timed = sorted((row for row in rows if row.speedup is not None), key=lambda row: row.speedup or 0)
     width = 1.18 * max([1.0, *(max(row.speedup or 0, row.planned or 0) for row in timed)])
     for place, row in enumerate(timed):
-        native = row.path == "native"
-        face, hatch = (_BLUE, None) if native else ("white", "////")
-        axes.barh(place, row.speedup, color=face, edgecolor=_BLUE, hatch=hatch, height=0.66, linewidth=1)
+        colour = _GREY if row.busy else _BLUE
+        face, hatch = (colour, None) if row.path == "native" else ("white", "////")
+        axes.barh(place, row.speedup, color=face, edgecolor=colour, hatch=hatch, height=0.66, linewidth=1)
         end, mark = row.speedup or 0, row.planned or 0
         end = mark + 0.02 * width if -0.02 * width < mark - end < 0.16 * width else end  # the label beyond the diamond
-        axes.text(end, place, f" {row.speedup:.2f}x", va="center", fontsize=9, zorder=4,
+        axes.text(end, place, f" {row.speedup:.2f}x{row.doubt}", va="center", fontsize=9, zorder=4,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85})  # fmt: skip
     planned = [(row.planned, place) for place, row in enumerate(timed) if row.planned is not None]
     if planned:

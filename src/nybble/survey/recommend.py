@@ -6,20 +6,21 @@ fastest; speeds within 5 % of each other count as equal, since machines are no s
 bytes. The original itself takes part: a scheme that is slower than it has to earn its place by a byte limit.
 
 An emulated scheme dequantizes on every call, so its speed says nothing about the format. It is only ever taken where
-a byte limit leaves nothing else, and the reason says so.
+a byte limit leaves nothing else, and the reason says so. Speeds that something disturbed decide nothing, and the
+reason names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from nybble.survey.rows import Original, Recommendation, Row, megabytes
+from nybble.survey.rows import ORIGINAL, Original, Recommendation, Row, megabytes
 
 DEFAULT_MAX_KL = 0.02
 """Nats a token; costs about 2 % of perplexity on text that the model itself would write."""
 
 SAME_SPEED = 0.05
-ORIGINAL = "original"
 
 
 def recommend(
@@ -37,15 +38,29 @@ def recommend(
     small = [row for row in rows if row.kl is not None and _fits(row.bytes, max_bytes)]
     good = [row for row in small if row.kl is not None and row.kl <= limit]
     native = [row for row in good if row.path == "native" and row.speedup is not None]
+    doubtful = [row for row in native if row.busy]
+    steady = [row for row in native if not row.busy]
     keep = _fits(original.bytes, max_bytes)
-    best = _fastest(native, floor=1.0 if keep else 0.0)
+    best = _fastest(steady, floor=1.0 if keep else 0.0)
     if best is not None:
-        return Recommendation(best.scheme, _praise(best, original, limit, max_bytes), best.method)
-    if keep:
-        return Recommendation(ORIGINAL, _keep(small, good, native, original, limit))
-    if good:
-        return _emulated(good, original, limit, max_bytes)
-    return Recommendation(ORIGINAL, _nothing(rows, small, original, limit, max_bytes))
+        advice = Recommendation(best.scheme, _praise(best, original, limit, max_bytes), best.method)
+    elif keep:
+        advice = Recommendation(ORIGINAL, _keep(small, good, steady, doubtful, original, limit))
+    elif good:
+        advice = _untold(doubtful or good, original, limit, max_bytes)
+    else:
+        advice = Recommendation(ORIGINAL, _nothing(rows, small, original, limit, max_bytes))
+    return replace(advice, reason=advice.reason + _doubt(doubtful))
+
+
+def _doubt(rows: Sequence[Row]) -> str:
+    """What to add where speeds could have decided otherwise."""
+    if not rows:
+        return ""
+    return (
+        f" This may change: something disturbed the machine each time {', '.join(row.label for row in rows)} decoded, "
+        f"and a speed measured then does not count. The same command measures it again."
+    )
 
 
 def _fits(size: int | None, limit: int | None) -> bool:
@@ -68,7 +83,12 @@ def _praise(row: Row, original: Original, limit: float, max_bytes: int | None) -
     )
 
 
-def _keep(small: Sequence[Row], good: Sequence[Row], native: Sequence[Row], original: Original, limit: float) -> str:
+def _keep(
+    small: Sequence[Row], good: Sequence[Row], native: Sequence[Row], doubtful: Sequence[Row], original: Original,
+    limit: float,
+) -> str:  # fmt: skip
+    if doubtful and not native:
+        return f"Keep the original for now: nothing within KL {limit:g} has a native speed that can be trusted."
     if not good:
         nearest = min(small, key=lambda row: row.kl or 0, default=None)
         found = f"; the nearest is {nearest.label}, {_cost(nearest, original)}" if nearest else ""
@@ -83,13 +103,15 @@ def _keep(small: Sequence[Row], good: Sequence[Row], native: Sequence[Row], orig
     )
 
 
-def _emulated(good: Sequence[Row], original: Original, limit: float, max_bytes: int | None) -> Recommendation:
+def _untold(good: Sequence[Row], original: Original, limit: float, max_bytes: int | None) -> Recommendation:
+    """The best of those whose speed says nothing: emulated ones, or native ones that something disturbed."""
     row = min(good, key=lambda row: row.kl or 0)
     speed = f"{row.speedup:.2f}x the original's speed" if row.speedup is not None else "an unknown speed"
+    emulated = f"it is emulated here, at {speed}: it saves bytes on disk, not time"
     return Recommendation(
         row.scheme,
         f"{row.label} is the best within KL {limit:g} and {_mb(max_bytes)} ({_smaller(row, original)}, "
-        f"{_cost(row, original)}), but it is emulated here, at {speed}: it saves bytes on disk, not time.",
+        f"{_cost(row, original)}), but {'how fast it is was not seen' if row.busy else emulated}.",
         row.method,
     )
 

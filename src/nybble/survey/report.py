@@ -81,7 +81,7 @@ def page(result: Result, max_kl: float | None = None) -> str:
         "tokens": f"{identity.tokens:,}",
         "window": f"{identity.window:,}",
         "reason": advice.reason if advice else "",
-        "busy": busy_note(result.rows),
+        "busy": busy_note(original, result.rows),
         "linears": str(original.linears),
         "parameters": f"{original.parameters / 1e6:.0f}",
         "quality_dtype": original.quality_dtype,

@@ -19,18 +19,21 @@ DEFAULT_SCHEMES = (
 )  # fmt: skip
 """compressed-tensors' presets and what they are best compared with, by falling bits."""
 
+ORIGINAL = "original"
+"""What the model that is not quantized is called, in races and where it is the one to keep."""
+
 KEPT_BITS = 16
 """What a weight that is not quantized counts: checkpoints store such weights in bf16 or fp16."""
 
 
-def busy_note(rows: Sequence[Row]) -> str:
-    """What to say of speeds that were measured on a busy machine; empty where none was."""
-    busy = sum(row.busy for row in rows)
+def busy_note(original: Original, rows: Sequence[Row]) -> str:
+    """What to say of speeds that are not to be trusted; empty where all are."""
+    busy = [*([ORIGINAL] if original.busy else []), *(row.label for row in rows if row.busy)]
     if not busy:
         return ""
     return (
-        f"The machine was busy with other work while {busy} of {len(rows)} rows were measured: their speeds are "
-        f"unsteady. Measure again when it is quiet (--force)."
+        f"Speeds marked ? are not to be trusted ({', '.join(busy)}): something disturbed the machine each time they "
+        f"were measured. The same command measures these again; leave the machine to it."
     )
 
 
@@ -100,6 +103,7 @@ class Original(_Plain):
             bfloat16 decodes.
         parameters: how many.
         linears: how many nn.Linear a scheme quantizes.
+        busy: as a row's; then `decode_dtype` may be the wrong choice.
     """
 
     perplexity: float
@@ -110,6 +114,7 @@ class Original(_Plain):
     parameters: int
     linears: int
     bits_per_weight: float = KEPT_BITS
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,8 @@ class Row(_Plain):
         decode_error: how far the timed logits were from the definition's.
         seconds: what the row took to measure, of which quantizing took `quantize_seconds`.
         expected: the speedup that the planner predicts of the best native kernel (survey/expect.py).
-        busy: whether others used the machine while speed was measured, so that it is unsteady.
+        busy: whether something disturbed the machine each time speed was measured, so that it is not to be trusted
+            (survey/steady.py).
     """
 
     scheme: str
@@ -151,6 +157,16 @@ class Row(_Plain):
     window_path: Service | None = None
     quantize_seconds: float | None = None
     expected: float | None = None
+
+    @property
+    def beside(self) -> float | None:
+        """The original's tokens a second in the same race."""
+        return self.tokens_per_second / self.speedup if self.tokens_per_second and self.speedup else None
+
+    @property
+    def doubt(self) -> str:
+        """What a speed is marked with."""
+        return "?" if self.busy else ""
 
     @property
     def planned(self) -> float | None:

@@ -21,6 +21,7 @@ from nybble.quantize.schemes import scheme as find_scheme
 from nybble.survey import measure, report
 from nybble.survey.recommend import recommend
 from nybble.survey.rows import DEFAULT_SCHEMES, Identity, Original, Result, Row
+from nybble.survey.steady import reviewed
 from nybble.survey.store import Store, fingerprint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -138,7 +139,10 @@ def _rows(
         if row is not None:
             display.row(row, kept=found[pair] is not None)
             rows.append(row)
-    return original, rows
+    for before, row in zip(rows, judged := reviewed(rows), strict=True):
+        if row != before:
+            store.save(row)
+    return original, judged
 
 
 def _bench(
@@ -168,5 +172,5 @@ def _positions(model: nn.Module) -> int:
 
 def _steady(original: Original, rows: Sequence[Row]) -> Original:
     """The original with the median of its speeds beside every scheme, the steadiest there is."""
-    beside = [row.tokens_per_second / row.speedup for row in rows if row.tokens_per_second and row.speedup]
+    beside = [row.beside for row in rows if row.beside is not None and not row.busy]
     return replace(original, tokens_per_second=statistics.median(beside)) if beside else original

@@ -5,6 +5,7 @@
     DIR/survey-rows/W4A16.rtn.json one row
     DIR/survey.json, survey.html   the results
 
+Speeds that something disturbed (`busy`) are kept for the report, and count as not measured when a survey goes on.
 Every file is written beside its place and then put there in one step: a reader sees the old file or the new one.
 """
 
@@ -88,7 +89,7 @@ class Store:
             path.unlink(missing_ok=True)
 
     def original(self) -> Original | None:
-        """The original's figures, if they were measured."""
+        """The original's figures, if they were measured and nothing disturbed it."""
         return _load(Original, self._rows / _ORIGINAL)
 
     def save_original(self, original: Original) -> None:
@@ -96,7 +97,7 @@ class Store:
         self._keep(_ORIGINAL, original)
 
     def row(self, scheme: str, method: str) -> Row | None:
-        """The row of a scheme, if it was measured."""
+        """The row of a scheme, if it was measured and nothing disturbed it."""
         return _load(Row, self._path(scheme, method))
 
     def save(self, row: Row) -> None:
@@ -121,10 +122,11 @@ def _complete(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(kind: type[_Kept], path: Path) -> _Kept | None:
-    """What a file holds; None where there is no such file."""
+    """What a file holds; None where there is no such file, or what it holds is to be measured again."""
     found = _read(path)
     try:
-        return None if found is None else kind.from_dict(found)
+        kept = None if found is None else kind.from_dict(found)
+        return None if kept is None or kept.busy else kept
     except TypeError as error:
         raise BadInput(f"{path}: {error}; remove it, or start over with --force") from error
 
