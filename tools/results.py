@@ -10,7 +10,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Record = dict[str, Any]
-EARLIER = ("533cb11", "0c9c869", "91a84fb")
+EARLIER = ("c03fb57", "533cb11", "0c9c869", "91a84fb")
 """Commits of earlier decoding runs that hold what the latest one did not time."""
 LIBRARIES = ("humming-kernels", "gemlite", "bitsandbytes", "sgl-deep-gemm")
 
@@ -133,13 +133,14 @@ def rivals(record: Record) -> str:
     for fmt, m, kernel in sorted(dict.fromkeys(key[:3] for key in of), key=lambda key: key[:2]):
         found = [of.get((fmt, m, kernel, n, k)) for n, k in shapes]
         body.append([fmt, str(m), kernel, *(f"{c['ratio']:.2f}x ({c['us']:.1f})" if c else "" for c in found)])
+    picture = record.get("picture")
     libraries = ", ".join(f"{name} {record['versions'][name]}" for name in LIBRARIES if name in record["versions"])
     return (
         f"Times as fast as cuBLAS, and microseconds, on one {record['device']} (torch {record['versions']['torch']}, "
         f"{libraries}; {record['date'][:10]}, commit {record['commit']}), every output that was timed checked first. "
-        "A rival's part of the run comes minutes after ours and has a cuBLAS time of its own, so compare ratios.\n\n"
-        f"{table(['weight', 'M', 'library', *(f'{n} × {k}' for n, k in shapes)], body)}\n\n"
-        "![speed over cuBLAS against M, beside rivals](../benchmarks/results/h200/linear-rivals.png)"
+        f"A rival's part of the run comes minutes after ours, so compare ratios. {record.get('note', '')}".rstrip()
+        + f"\n\n{table(['weight', 'M', 'library', *(f'{n} × {k}' for n, k in shapes)], body)}"
+        + (f"\n\n![speed over cuBLAS, beside rivals](../benchmarks/results/h200/{picture})" if picture else "")
     )
 
 
@@ -363,6 +364,7 @@ SECTIONS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("Weight-only linears on an H200", "h200/linear.json", linear),
     ("NF4 and FP8 by block on an H200", "h200/linear-nf4-fp8block.json", linear),
     ("Beside rivals on an H200", "h200/linear-rivals.json", rivals),
+    ("Beside rivals on an H200, other formats", "h200/linear-rivals-one-token.json", rivals),
     ("Linears with narrow activations on an H200", "h200/activations.json", activations),
     ("FP8 products on an H200", "h200/activations-fp8.json", fp8),
     ("Producers on an H200", "h200/producers.json", producers),

@@ -302,7 +302,8 @@ class Walk:
         """Predicted microseconds."""
         tiles, clusters, shared = self.tiles(p), self.clusters(p), self.shared_tiles(p)
         most = -(-tiles * p.chunks // clusters) if shared else -(-tiles // clusters) * p.chunks
-        busy = most * (8.2 * self.tokens + 250 + _pace(p).walk[self.tokens < 256]) / PER_MICROSECOND
+        narrow = self.tokens < 256
+        busy = most * (8.2 * self.tokens + 250 + 20 * narrow + _pace(p).walk[narrow]) / PER_MICROSECOND
         busy *= 1.05 if 2 * min(p.m, _BAND * self.tokens) * p.k > _L2 else 1.0
         busy *= _DENSE_TFLOPS / _WARM_TFLOPS if busy > _WARM else 1.0
         pieces = -(-p.chunks // most) + 1 if shared else 0  # of a tile that is cut
