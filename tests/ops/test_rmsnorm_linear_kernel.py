@@ -29,7 +29,10 @@ from nybble.quantize import QuantTensor, quantize
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="g++ is not installed")
 OTHERS = ("wgmma.cuh", "wgmma_many.cuh", "cluster.cuh", "bands.cuh", "operands.cuh", "narrow.cuh")  # not of stream.cu
-PLANS = [config.Stream(1, 2, 1, 2, 2), config.Stream(1, 1, 2, 2, 3), config.Stream(1, 2, 2, 1, 2, places=2)]
+PLANS = [
+    config.Stream(1, 2, 1, 2, 2), config.Stream(1, 1, 2, 2, 3), config.Stream(1, 2, 2, 1, 2, places=2),
+    config.Stream(1, 2, 3, 2, 2), config.Stream(1, 1, 14, 1, 4),
+]  # fmt: skip
 
 HELPERS = """
 static Index gridDim = {GRID, 1};
