@@ -15,7 +15,7 @@ from nybble.survey.recommend import DEFAULT_MAX_KL
 from nybble.survey.rows import Result, Row, megabytes
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
-_BLUE, _GREY, _RED = "#1c5d99", "#666666", "#b3261e"
+_BLUE, _GREY, _FAINT, _RED = "#1c5d99", "#666666", "#b0b0b0", "#b3261e"
 _RADIUS, _GAP = 7, 13  # of a point, and from a point to its label, in pixels
 _SMALLEST_KL = 1e-6  # a logarithmic axis has no place for an exact copy
 
@@ -91,7 +91,7 @@ def _speed(axes: Any, rows: Sequence[Row], result: Result) -> None:
     timed = sorted((row for row in rows if row.speedup is not None), key=lambda row: row.speedup or 0)
     width = 1.18 * max([1.0, *(max(row.speedup or 0, row.planned or 0) for row in timed)])
     for place, row in enumerate(timed):
-        colour = _GREY if row.busy else _BLUE
+        colour = _FAINT if row.busy else _BLUE
         face, hatch = (colour, None) if row.path == "native" else ("white", "////")
         axes.barh(place, row.speedup, color=face, edgecolor=colour, hatch=hatch, height=0.66, linewidth=1)
         end, mark = row.speedup or 0, row.planned or 0

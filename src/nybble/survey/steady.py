@@ -31,7 +31,7 @@ from nybble.survey.rows import ORIGINAL, Row
 
 TURNS = 1.25
 """How many times as slow as in its fastest turn a model may be over all. One slow turn of three hardly moves a median,
-and the first often is slow: up to 1.27 on a quiet machine."""
+and on a quiet machine a first turn was up to 1.27 as slow."""
 
 ELSEWHERE = 1.5
 """The same for the original in one race and in the survey's best: minutes lie between them, in which a processor's
@@ -41,7 +41,7 @@ WAITED = 0.2
 """The part of a race that a thread may be kept waiting for a processor. A rival that wants a fifth of one makes it 0.14
 at most and moves no median."""
 
-REPEATS, PATIENCE = 5, 120.0
+REPEATS, PATIENCE = 8, 120.0
 """How often a race is run again, and for how many seconds in a whole survey: longer than half a minute of other work,
 and no more than that on a machine that is never quiet."""
 
