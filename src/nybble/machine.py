@@ -108,6 +108,16 @@ def waited() -> dict[str, float]:
     return found
 
 
+DISTURBED = 0.2
+"""The part of a measurement that a thread may be kept waiting for a processor. A program that wants a fifth of one
+makes it 0.14 at most and moves no median."""
+
+
+def longest_wait(before: dict[str, float], after: dict[str, float]) -> float:
+    """Seconds that the thread which was kept longest waited between two answers of `waited`; 0 where there are none."""
+    return max((total - before.get(thread, 0.0) for thread, total in after.items()), default=0.0)
+
+
 def _cpuinfo() -> dict[str, str]:
     """The first processor's lines of /proc/cpuinfo; empty where there is none."""
     path = Path("/proc/cpuinfo")

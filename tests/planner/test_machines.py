@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nybble import machine as whole
+from nybble.cli import plan as cli
 from nybble.errors import BadInput, Unsupported
 from nybble.planner import here, machines, measure, predict
 from nybble.planner.plan import of_linear
@@ -102,6 +104,24 @@ def test_an_unknown_machine_is_what_was_measured(tmp_path: Path, monkeypatch: py
     measure.save(here.file_for("Some CPU, 96 cores"), "Some CPU, 96 cores", found)
     assert here.machine().units == {"fp32": 2e12}
     assert predict.best(_plain(), here.machine()).seconds > 0
+
+
+@pytest.mark.parametrize(("kept", "said"), [(1.5, False), (2.5, True)])
+def test_a_measurement_that_was_kept_waiting_says_so(
+    kept: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of ten seconds a fifth may pass; a thread that came meanwhile counts whole, an older one what it waited since."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(here, "key", lambda cpu=False: "Some CPU, 96 cores")
+    monkeypatch.setattr(here, "gpu_name", lambda: None)
+    found = {"memory": 1e12, "bandwidth": 1e11, "launch": 1e-5, "fp32": 2e12}
+    monkeypatch.setattr(measure, "ceilings", lambda *_: found)
+    monkeypatch.setattr(measure, "timings", lambda *_: [])
+    waits, clock = iter([{"1": 50.0}, {"1": 50.5, "2": kept}]), iter([0.0, 5.0, 10.0])
+    monkeypatch.setattr(whole, "waited", lambda: next(waits))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    cli._measure()
+    assert ("other work kept the processors from it for 25%" in capsys.readouterr().err) is said
 
 
 def _plain() -> tuple[predict.Route, ...]:

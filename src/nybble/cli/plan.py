@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -65,23 +64,25 @@ def machine(options: argparse.Namespace) -> None:
 
 def _measure() -> None:
     """Measure this machine, ceilings first and then what our linears add to them, and keep what was found."""
+    from nybble.machine import DISTURBED, longest_wait, waited
     from nybble.planner import lines, measure
 
-    device, end = "cuda" if here.gpu_name() else "cpu", time.monotonic() + measure.CEILINGS + measure.LINES
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores / 2:
-        _say(f"this machine is busy (load {load:.1f} on {cores} cores): measure again when it is not")
+    device, begin, before = "cuda" if here.gpu_name() else "cpu", time.monotonic(), waited()
     found = measure.ceilings(device, _say)
     if "bandwidth" not in found or "launch" not in found:
         raise BadInput("bandwidth and launches could not be measured; nothing was kept")
     path = here.file_for(here.key())
     measure.save(path, here.key(), found)
     bare, names = here.machine(), (planning.ORIGINAL, *planning.DEFAULT_SCHEMES)
-    left = end - time.monotonic()
+    left = begin + measure.CEILINGS + measure.LINES - time.monotonic()
     timed = measure.timings(names, lambda scheme, n, k, m: _linears(scheme, n, k, m, device), device, _say, left)
     plain = {t: planning.of_linear(t.m, t.n, t.k, t.scheme, bare).roofline for t in timed}
     measure.save(path, here.key(), found, lines.measure(timed, plain))
     _say(f"kept in {path}")
+    share = longest_wait(before, waited()) / (time.monotonic() - begin)
+    if share > DISTURBED:
+        # said afterwards, since a load average neither sees half a minute nor forgets it
+        _say(f"other work kept the processors from it for {share:.0%} of the time: measure again when they are free")
 
 
 def _say(text: str) -> None:

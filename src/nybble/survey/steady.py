@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nybble.machine import waited
+from nybble.machine import DISTURBED, longest_wait, waited
 from nybble.models.decode import Speed, race
 from nybble.survey.rows import ORIGINAL, Row
 
@@ -36,10 +36,6 @@ and on a quiet machine a first turn was up to 1.27 as slow."""
 ELSEWHERE = 1.5
 """The same for the original in one race and in the survey's best: minutes lie between them, in which a processor's
 clock may change (1.27 in a survey of a quiet machine), and any real rival makes it twice as slow."""
-
-WAITED = 0.2
-"""The part of a race that a thread may be kept waiting for a processor. A rival that wants a fifth of one makes it 0.14
-at most and moves no median."""
 
 REPEATS, PATIENCE = 8, 120.0
 """How often a race is run again, and for how many seconds in a whole survey: longer than half a minute of other work,
@@ -74,10 +70,10 @@ class Referee:
             begin, before = time.perf_counter(), waited()
             speeds = race(models, prompt)
             seconds = time.perf_counter() - begin
-            kept = max((total - before.get(thread, 0.0) for thread, total in waited().items()), default=0.0)
+            kept = longest_wait(before, waited())
             if ORIGINAL in speeds:
                 self.fastest = min(self.fastest, speeds[ORIGINAL].seconds)
-            disturbed = kept > WAITED * seconds or _disagree(speeds, self.fastest)
+            disturbed = kept > DISTURBED * seconds or _disagree(speeds, self.fastest)
             if not disturbed or not repeats or self.patience <= 0:
                 break
             self.patience -= seconds
