@@ -130,3 +130,15 @@ def test_parts_fill_the_machine_and_none_is_shorter_than_a_step() -> None:
 def test_an_odd_width_has_no_two_halves() -> None:
     with pytest.raises(BadInput, match="even width"):
         silu_mul.silu_mul(torch.ones(2, 5))
+
+
+def test_attention_in_double_precision_is_the_definition() -> None:
+    q, cache = torch.randn(1, 2, 64).double(), torch.randn(2, 1, 2, 8, 64).double()
+    position = torch.tensor([3], dtype=torch.int32)
+    triton, *_ = decode_attention.DECODE_ATTENTION.implementations("cuda")
+    assert "got torch.float64" in str(triton.supports(q, *cache, position))
+    served = next(
+        i for i in decode_attention.DECODE_ATTENTION.implementations("cuda") if not i.supports(q, *cache, position)
+    )
+    expected = decode_attention.decode_attention_reference(q, *cache, position)
+    assert torch.equal(served.run(q, *cache, position), expected)

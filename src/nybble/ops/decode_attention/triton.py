@@ -105,6 +105,8 @@ def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> Te
 def _supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, position: Tensor) -> str | None:
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return "caches have to be contiguous"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes float32, bfloat16 and float16, got {q.dtype}"
     return f"D = {q.shape[-1]} is above 256" if q.shape[-1] > 256 else None
 
 
