@@ -265,6 +265,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str, copy: float) -> Non
 
     named = [{**r, "kernel": "ours" if r["kernel"].startswith(_OURS) else r["kernel"]} for r in rows]
     shapes, tokens = list(dict.fromkeys((r["n"], r["k"]) for r in rows)), sorted({r["m"] for r in rows})
+    labelled = _apart(tokens)
     figure, axes = pyplot.subplots(
         2, len(shapes), figsize=(4.2 * len(shapes), 7.2), sharex=True, sharey="row", squeeze=False
     )
@@ -279,7 +280,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str, copy: float) -> Non
                           label=f"{fmt}, {kernel}")  # fmt: skip
             axis.axhline(limit, color="black", linewidth=1)
             axis.set(xscale="log")
-            axis.set_xticks(_apart(tokens), [str(m) for m in _apart(tokens)])
+            axis.set_xticks(labelled, [str(m) for m in labelled])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         axes[0][column].set_title(f"weight {n} × {k}")

@@ -31,6 +31,8 @@ from nybble.judge.wire import to_bytes
 
 State = dict[str, Tensor]
 _HEADROOM = 1024.0
+UNFAIR = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+"""What a reference raises where it does not take what it is asked: such a question is not put to candidates."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Problem:
     def _expect(self, case: Case) -> Expected | None:
         try:
             native, given, held = self._run(case, upcast=False)
-        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        except UNFAIR:
             return None
         try:
             wide, _, _ = self._run(case, upcast=True)
@@ -175,7 +177,7 @@ class Problem:
             return True
         try:
             self._run(case, upcast=False, device="cpu")
-        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        except UNFAIR:
             return False
         return True
 
